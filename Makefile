@@ -1,0 +1,35 @@
+# A fresh machine needs Python 3.11 to 3.13 and make; everything else lands in .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The stamp names the interpreter: another PYTHON makes .venv anew.
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+STAMP := $(VENV)/installed-$(VERSION)
+
+.PHONY: train test test-slow lint bench clean
+
+train: $(STAMP)
+	$(BIN)/python -m experiments.train ppo --env HalfCheetah-v4
+
+test: lint
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m slow
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: $(STAMP)
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[bench]"
+	$(BIN)/python -m experiments.bench_ppo
+
+clean:
+	rm -rf $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
+	touch $@

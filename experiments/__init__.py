@@ -1,0 +1,1 @@
+"""One file a question; the only place that reads argv."""

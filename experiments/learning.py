@@ -1,0 +1,145 @@
+"""How well does an agent learn a task, over several seeds?
+
+``python -m experiments.learning --agent ppo --env CartPole-v1 --seeds 10`` trains each
+seed in a process of its own with the task's preset, evaluates the deterministic policy
+on episodes of its own along the way, and writes every evaluation to
+``experiments/results/<agent>_<env>.csv``. It prints the interquartile mean of the last
+evaluation with a 95 % stratified bootstrap interval.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments import command_line, results, train
+
+PROG = "experiments.learning"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Trains several seeds of an agent on a task.
+
+    Attributes:
+      agent: its name.
+      env: EnvPool task id.
+      seeds: how many; they are 0, 1, ...
+      total_env_steps: length of each run, in env steps.
+      evaluations: of each run, evenly spread.
+      eval_episodes: full episodes of each evaluation.
+      jobs: runs at a time.
+      preset: see experiments/presets.py.
+      name: of the CSV; by default that of the agent.
+      options: further options of every run, as experiments.train takes them.
+    """
+
+    agent: str = "ppo"
+    env: str = "CartPole-v1"
+    seeds: int = 10
+    total_env_steps: int = 100_000
+    evaluations: int = 20
+    eval_episodes: int = 10
+    jobs: int = 2
+    preset: str = "auto"
+    name: str | None = None
+    options: tuple[str, ...] = ()
+
+    def argv(self, seed: int) -> list[str]:
+        """The words that experiments.train would be given for one seed."""
+        given = {
+            "env": self.env,
+            "preset": self.preset,
+            "seed": seed,
+            "total-env-steps": self.total_env_steps,
+            "eval-every": self.total_env_steps // self.evaluations,
+            "eval-episodes": self.eval_episodes,
+            "env-threads": 1,
+            "directory": None,
+        }
+        words = [str(word) for name in given for word in (f"--{name}", given[name])]
+        return [self.agent, *words, "--no-show-progress", *self.options]
+
+
+def run_seed(options: Options, seed: int) -> list[dict[str, Any]]:
+    """Trains one seed; its evaluations, one row each.
+
+    Args:
+      options: of all seeds.
+      seed: this one.
+    """
+    agent, config = train.read(options.argv(seed))
+    history = train.Run(agent, config).train()
+    return [
+        {
+            "agent": options.agent,
+            "env": options.env,
+            "seed": seed,
+            "env_steps": record["env_steps"],
+            "return": round(record["eval/return"], 3),
+            "return_std": round(record["eval/return_std"], 3),
+            "steps_per_s": round(record["steps_per_s"]),
+        }
+        for record in history.records
+        if "eval/return" in record
+    ]
+
+
+def interquartile_mean(returns: Sequence[float]) -> tuple[float, float, float]:
+    """Interquartile mean of runs, with its 95 % stratified bootstrap interval.
+
+    Agarwal et al. (2021), arXiv:2108.13264.
+
+    Args:
+      returns: one a run.
+
+    Returns:
+      The mean, and the interval's two ends.
+    """
+    from rliable import library, metrics
+
+    aggregate = lambda scores: np.array([metrics.aggregate_iqm(scores)])
+    scores = {"runs": np.asarray(returns)[:, None]}
+    points, intervals = library.get_interval_estimates(
+        scores, aggregate, reps=2000, random_state=np.random.RandomState(0)
+    )
+    low, high = intervals["runs"][:, 0]
+    return float(points["runs"][0]), float(low), float(high)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs all seeds, writes the CSV and prints what was reached.
+
+    Args:
+      argv: the words after the program's name; None reads the process's own.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    options = command_line.parse(Options, words, prog=PROG)
+    train.read(options.argv(0))  # Refuses what no run could be given.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(
+        options.jobs, mp_context=context, max_tasks_per_child=1
+    ) as pool:
+        runs = pool.map(functools.partial(run_seed, options), range(options.seeds))
+        rows = []
+        for seed, run in enumerate(runs):
+            rows += run
+            print(f"seed {seed}: {run[-1]['return']}", flush=True)
+    last = [max(r["env_steps"] for r in rows if r["seed"] == s) for s in range(options.seeds)]
+    final = [r["return"] for r in rows if r["env_steps"] == last[r["seed"]]]
+    iqm, low, high = interquartile_mean(final)
+    path = results.FOLDER / f"{options.name or options.agent}_{options.env}.csv"
+    summary = f"{iqm:.1f} [{low:.1f}, {high:.1f}] over {options.seeds} seeds"
+    results.write_csv(Path(path), rows, final_iqm=summary)
+    print(f"{options.env}: IQM {summary}; {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

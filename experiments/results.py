@@ -1,0 +1,60 @@
+"""Results as CSV files that say how they were made."""
+
+import csv
+import datetime
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fps_jax.runtime.runs import provenance
+
+FOLDER = Path(__file__).parent / "results"
+
+
+def command() -> str:
+    """The command line of this process, as a reader would type it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = ["-m", spec.name] if spec is not None else [Path(sys.argv[0]).name]
+    return shlex.join(["python", *program, *sys.argv[1:]])
+
+
+def write_csv(
+    path: Path, rows: Iterable[Mapping[str, Any]], **more: Any
+) -> None:
+    """Writes rows under a header of comments: command, date, versions and device.
+
+    Args:
+      path: the file; it appears whole or not at all.
+      rows: all with the same keys.
+      **more: what else the header says.
+    """
+    rows = list(rows)
+    about = {
+        "command": command(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        **provenance(),
+        **more,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", newline="", encoding="utf-8") as file:
+        for name, value in about.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            file.write(f"# {name}: {text}\n")
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    temporary.replace(path)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Reads rows back, without the header of comments.
+
+    Args:
+      path: a file that `write_csv` wrote.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(line for line in file if not line.startswith("#")))

@@ -1,0 +1,107 @@
+"""Trains one agent on one task: ``python -m experiments.train ppo --env Hopper-v4``."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import rich
+import tyro
+
+from experiments import command_line, figures, presets
+from fps_jax.agents.ppo import PPOConfig
+from fps_jax.runtime.checkpoints import CheckpointError
+from fps_jax.runtime.options import TrainConfig
+from fps_jax.runtime.training import Run
+from fps_jax.types import AgentConfig
+
+PROG = "experiments.train"
+AGENTS: dict[str, Any] = {"ppo": PPOConfig}
+
+
+def options(agent: str, env: str, preset: str) -> Any:
+    """Makes the options of one agent, as its preset for a task has them.
+
+    Args:
+      agent: a key of `AGENTS`.
+      env: the task id.
+      preset: see `presets.find`.
+
+    Returns:
+      A dataclass with fields ``agent``, ``run`` and ``preset``.
+    """
+    for_agent, for_run = presets.find(agent, env, preset)
+    agent_default = AGENTS[agent](**for_agent)
+    run_default = TrainConfig(env=env, **for_run)
+    fields = [
+        (name, tyro.conf.OmitArgPrefixes[type(default)], default)
+        for name, default in (("agent", agent_default), ("run", run_default))
+    ]
+    help_ = "tuned settings: auto takes the task's own, none none, or a task's name"
+    preset_type = Annotated[str, tyro.conf.arg(help=help_)]
+    return dataclasses.make_dataclass(
+        agent, [*fields, ("preset", preset_type, preset)], frozen=True
+    )
+
+
+def read(argv: Sequence[str]) -> tuple[AgentConfig, TrainConfig]:
+    """Reads the command line: the agent's name, then its options and the run's.
+
+    Args:
+      argv: the words after the program's name.
+    """
+    # The task and the preset decide the defaults of all other options.
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--env", default=TrainConfig.env)
+    first.add_argument("--preset", default="auto")
+    known = first.parse_known_args(list(argv))[0]
+    try:
+        commands = {name: options(name, known.env, known.preset) for name in AGENTS}
+    except ValueError as error:
+        command_line.refuse(error, prog=PROG)
+    name, rest = (argv[0], argv[1:]) if argv else ("", [])
+    if name in ("-h", "--help"):
+        print(f"usage: {PROG} {{{','.join(commands)}}} [options]\n")
+        print(f"`{PROG} AGENT --help` lists the options of an agent and of a run.")
+        raise SystemExit(0)
+    if name not in commands:
+        reason = f"the first word, {name!r}, is not an agent: {sorted(commands)}."
+        command_line.refuse(reason, prog=PROG)
+    parsed = command_line.parse(commands[name], rest, prog=f"{PROG} {name}")
+    return parsed.agent, parsed.run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains, draws the curve and prints where the time went.
+
+    Args:
+      argv: the words after the program's name; None reads the process's own.
+
+    Returns:
+      The exit code.
+    """
+    agent, config = read(sys.argv[1:] if argv is None else argv)
+    try:
+        run = Run(agent, config)
+    except (ValueError, CheckpointError) as error:
+        command_line.refuse(error, prog=PROG)
+    try:
+        history = run.train()
+    except KeyboardInterrupt:
+        print(
+            f"{PROG}: interrupted after {run.env_steps:,} env steps; --resume goes on.",
+            file=sys.stderr,
+        )
+        return 130
+    finally:
+        if run.directory is not None:
+            figures.draw_run(run.directory)
+    rich.print(history.summary)
+    if history.directory is not None:
+        print(f"{history.directory}/learning_curve.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""Fusion policy search, prioritized replay and PPO as pure functions in JAX."""
+
+from fps_jax.agents.ppo import PPOConfig
+from fps_jax.runtime.journal import History
+from fps_jax.runtime.options import TrainConfig
+from fps_jax.runtime.training import train
+from fps_jax.types import Agent, AgentState, Continuous, Discrete, EnvSpec, Trajectory
+
+__all__ = [
+    "Agent",
+    "AgentState",
+    "Continuous",
+    "Discrete",
+    "EnvSpec",
+    "History",
+    "PPOConfig",
+    "TrainConfig",
+    "Trajectory",
+    "train",
+]

@@ -1,0 +1,1 @@
+"""How the pieces make one update: pure, for one device, collectives by axis_name."""

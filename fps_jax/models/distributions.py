@@ -1,0 +1,26 @@
+"""Thin constructors over distrax: the policies that heads parameterise."""
+
+import distrax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def categorical(logits: Float[Array, "*batch actions"]) -> distrax.Distribution:
+    """Distribution over ``0 .. actions - 1`` from unnormalised log-probabilities.
+
+    Args:
+      logits: unnormalised log-probabilities, last axis over the actions.
+    """
+    return distrax.Categorical(logits=logits)
+
+
+def diagonal_gaussian(
+    mean: Float[Array, "*batch A"], log_std: Float[Array, "*batch A"]
+) -> distrax.Distribution:
+    """Independent Gaussians, one an action dimension; log-probabilities are joint.
+
+    Args:
+      mean: centre of each action dimension.
+      log_std: natural logarithm of its standard deviation.
+    """
+    return distrax.Independent(distrax.Normal(mean, jnp.exp(log_std)), 1)

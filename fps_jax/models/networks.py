@@ -1,0 +1,186 @@
+"""Torsos that read observations and heads that act or value, in flax.linen."""
+
+from collections.abc import Callable, Sequence
+
+import distrax
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from fps_jax.models import distributions
+from fps_jax.types import Discrete, EnvSpec
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "tanh": nn.tanh,
+    "relu": nn.relu,
+    "elu": nn.elu,
+    "swish": nn.swish,
+}
+SMALLEST_FRAME = 36
+"""Height and width below which `NatureCNN` has nothing left to convolve."""
+
+
+class MLP(nn.Module):
+    """Dense layers, each followed by an optional layer norm and an activation.
+
+    Attributes:
+      hidden_sizes: width of each layer.
+      activation: name of the activation, a key of `ACTIVATIONS`.
+      layer_norm: normalise each layer before its activation.
+    """
+
+    hidden_sizes: Sequence[int]
+    activation: str = "tanh"
+    layer_norm: bool = False
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*batch features"]) -> Float[Array, "*batch H"]:
+        """Maps features to the last hidden layer."""
+        for size in self.hidden_sizes:
+            x = nn.Dense(size, kernel_init=nn.initializers.orthogonal(2**0.5))(x)
+            x = nn.LayerNorm()(x) if self.layer_norm else x
+            x = ACTIVATIONS[self.activation](x)
+        return x
+
+
+class NatureCNN(nn.Module):
+    """The convolutional torso of Mnih et al. (2015), for stacks of 84 x 84 frames."""
+
+    @nn.compact
+    def __call__(self, x: Shaped[Array, "*batch C H W"]) -> Float[Array, "*batch 512"]:
+        """Maps frames of bytes, channels first as EnvPool's, to 512 features."""
+        x = jnp.moveaxis(x.astype(jnp.float32) / 255.0, -3, -1)
+        init = nn.initializers.orthogonal(2**0.5)
+        for features, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+            x = nn.Conv(
+                features,
+                (kernel, kernel),
+                (stride, stride),
+                padding="VALID",
+                kernel_init=init,
+            )(x)
+            x = nn.relu(x)
+        x = x.reshape(*x.shape[:-3], -1)
+        return nn.relu(nn.Dense(512, kernel_init=init)(x))
+
+
+class GaussianHead(nn.Module):
+    """A diagonal Gaussian whose log standard deviation does not depend on the state.
+
+    Attributes:
+      size: number of action dimensions, A.
+      init_log_std: log standard deviation at the start, in units of an action whose
+        range is [-1, 1].
+    """
+
+    size: int
+    init_log_std: float = -0.5
+
+    @nn.compact
+    def __call__(self, h: Float[Array, "*batch H"]) -> distrax.Distribution:
+        """Maps features to a distribution over ``[*batch, A]``."""
+        mean = nn.Dense(self.size, kernel_init=nn.initializers.orthogonal(0.01))(h)
+        init = nn.initializers.constant(self.init_log_std)
+        log_std = self.param("log_std", init, (self.size,))
+        return distributions.diagonal_gaussian(
+            mean, jnp.broadcast_to(log_std, mean.shape)
+        )
+
+
+class CategoricalHead(nn.Module):
+    """A distribution over discrete actions.
+
+    Attributes:
+      num_actions: how many there are.
+    """
+
+    num_actions: int
+
+    @nn.compact
+    def __call__(self, h: Float[Array, "*batch H"]) -> distrax.Distribution:
+        """Maps features to a distribution over ``0 .. num_actions - 1``."""
+        init = nn.initializers.orthogonal(0.01)
+        logits = nn.Dense(self.num_actions, kernel_init=init)(h)
+        return distributions.categorical(logits)
+
+
+class ValueHead(nn.Module):
+    """One linear unit."""
+
+    @nn.compact
+    def __call__(self, h: Float[Array, "*batch H"]) -> Float[Array, "*batch"]:
+        """Maps features to a value."""
+        return nn.Dense(1, kernel_init=nn.initializers.orthogonal(1.0))(h).squeeze(-1)
+
+
+class ActorCritic(nn.Module):
+    """A policy and a value function, on torsos of their own or on one they share.
+
+    Attributes:
+      policy_torso: reads observations for the policy.
+      policy_head: maps the torso's features to a distribution.
+      value_torso: reads observations for the value; None shares the policy's torso.
+    """
+
+    policy_torso: nn.Module
+    policy_head: nn.Module
+    value_torso: nn.Module | None = None
+
+    def setup(self):
+        """Names the value's head."""
+        self.value_head = ValueHead()
+
+    def policy(
+        self, observation: Shaped[Array, "*batch_and_shape"]
+    ) -> distrax.Distribution:
+        """The distribution of actions."""
+        return self.policy_head(self.policy_torso(observation))
+
+    def value(
+        self, observation: Shaped[Array, "*batch_and_shape"]
+    ) -> Float[Array, "*batch"]:
+        """The value of each observation."""
+        return self.value_head((self.value_torso or self.policy_torso)(observation))
+
+    def __call__(
+        self, observation: Shaped[Array, "*batch_and_shape"]
+    ) -> tuple[distrax.Distribution, Float[Array, "*batch"]]:
+        """Both at once; initialises every parameter."""
+        return self.policy(observation), self.value(observation)
+
+
+def actor_critic(
+    spec: EnvSpec, *, hidden_sizes: Sequence[int], activation: str, init_log_std: float
+) -> ActorCritic:
+    """Makes the policy and the value function that fit an environment.
+
+    Vectors are read by an `MLP` each, frames by one `NatureCNN` that both share.
+
+    Args:
+      spec: the environment.
+      hidden_sizes: width of each hidden layer of the MLPs.
+      activation: a key of `ACTIVATIONS`.
+      init_log_std: see `GaussianHead`; unused for discrete actions.
+
+    Raises:
+      ValueError: if the observations are neither vectors nor stacks of frames, or
+        the activation is unknown.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation {activation!r} is not one of {tuple(ACTIVATIONS)}."
+        )
+    if isinstance(spec.action, Discrete):
+        head = CategoricalHead(spec.action.num_actions)
+    else:
+        head = GaussianHead(spec.action.size, init_log_std)
+    shape = spec.observation_shape
+    if len(shape) == 1:
+        torso = MLP(hidden_sizes, activation)
+        return ActorCritic(torso, head, MLP(hidden_sizes, activation))
+    if len(shape) == 3 and min(shape[1:]) >= SMALLEST_FRAME:
+        return ActorCritic(NatureCNN(), head)
+    raise ValueError(
+        f"observations of {spec.env_id} have shape {shape}; a vector is needed, or a "
+        f"stack of frames [C, H, W] of at least {SMALLEST_FRAME} x {SMALLEST_FRAME}."
+    )

@@ -1,0 +1,1 @@
+"""What is optimised: maths on arrays, for one trajectory or one item."""

@@ -1,0 +1,1 @@
+"""The only impure room: threads, devices, disk, clock."""

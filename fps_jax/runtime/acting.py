@@ -1,0 +1,396 @@
+"""The acting loop: threads that step environments and feed the learner.
+
+The lag between acting and learning is a protocol: rollout k acts with parameter
+version ``max(first, k - max_lag)``, where version v is what v updates made. With
+``max_lag=0`` acting and learning take turns, with 1 they overlap; both reproduce bit
+for bit. Every wait here ends early when the crew stops and fails after a time limit.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fps_jax.runtime.envs import RestorableEnv, VectorEnv
+from fps_jax.runtime.metrics import Timers
+from fps_jax.types import Trajectory
+
+
+class Stopped(Exception):
+    """A wait was ended because the crew stops."""
+
+
+class StalledError(RuntimeError):
+    """A wait took longer than its limit: something that it waited for hangs."""
+
+
+class NonFiniteError(RuntimeError):
+    """A NaN or an infinity appeared where none may be."""
+
+
+class Episode(NamedTuple):
+    """A finished episode.
+
+    Attributes:
+      total_reward: undiscounted return.
+      length: env steps.
+    """
+
+    total_reward: float
+    length: int
+
+
+class ActorCarry(NamedTuple):
+    """Where an actor stands between two rollouts.
+
+    Attributes:
+      observation: ``[E, ...]``, what the next action answers.
+      episode_return: ``[E]``, reward of the running episodes so far.
+      episode_length: ``[E]``, env steps of the running episodes so far.
+      env_state: of an environment that can be restored; ``()`` otherwise.
+    """
+
+    observation: np.ndarray
+    episode_return: np.ndarray
+    episode_length: np.ndarray
+    env_state: Any
+
+
+class Segment(NamedTuple):
+    """One rollout of one actor.
+
+    Attributes:
+      trajectory: host arrays, ``[T, E, ...]``.
+      episodes: that ended in it, each once.
+      rollout: its number k.
+      version: of the parameters that acted.
+      nonfinite: rows masked because something in them was NaN or infinite.
+      carry: where the actor stands after it.
+      seconds: where its time went, by name.
+    """
+
+    trajectory: Trajectory
+    episodes: list[Episode]
+    rollout: int
+    version: int
+    nonfinite: int
+    carry: ActorCarry
+    seconds: dict[str, float]
+
+
+class Exchange:
+    """What the learner and its actors hand each other, under one lock.
+
+    Parameters go to the actors by version; segments come back through one bounded
+    first-in-first-out queue an actor, read in the actors' order. The first failure of
+    any thread ends every wait.
+    """
+
+    def __init__(self, num_actors: int, *, max_lag: int, time_limit_s: float):
+        """Opens the exchange.
+
+        Args:
+          num_actors: how many queues there are.
+          max_lag: versions that acting may be behind; each queue holds one more.
+          time_limit_s: longest wait, in seconds.
+        """
+        self._changed = threading.Condition()
+        self._queues = [deque[Segment]() for _ in range(num_actors)]
+        self._capacity = max_lag + 1
+        self._versions: dict[int, Sequence[Any]] = {}
+        self._time_limit_s = time_limit_s
+        self._stopped = False
+        self.error: BaseException | None = None
+
+    def publish(self, version: int, params: Sequence[Any]) -> None:
+        """Offers the parameters of a version, one entry an actor."""
+        with self._changed:
+            self._versions[version] = params
+            self._versions.pop(version - self._capacity, None)
+            self._changed.notify_all()
+
+    def params(self, version: int, actor: int) -> Any:
+        """Waits for the parameters of a version."""
+        with self._changed:
+            self._wait(lambda: version in self._versions, f"parameters {version}")
+            return self._versions[version][actor]
+
+    def put(self, actor: int, segment: Segment) -> None:
+        """Waits for room in an actor's queue and adds a segment."""
+        queue = self._queues[actor]
+        with self._changed:
+            self._wait(lambda: len(queue) < self._capacity, "room in the queue")
+            queue.append(segment)
+            self._changed.notify_all()
+
+    def take(self, *, is_interrupted: Callable[[], bool]) -> list[Segment]:
+        """Waits for the oldest segment of every actor.
+
+        Args:
+          is_interrupted: asked several times a second; True ends the wait.
+
+        Raises:
+          Stopped: if it was interrupted.
+          Exception: whatever ended an actor.
+        """
+        ready = lambda: all(self._queues)
+        with self._changed:
+            try:
+                self._wait(ready, "a rollout of every actor", is_interrupted)
+            except Stopped:
+                if self.error is not None:
+                    raise self.error from None
+                raise
+            segments = [queue.popleft() for queue in self._queues]
+            self._changed.notify_all()
+            return segments
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Ends every wait, now and later; keeps the first error that it is given."""
+        with self._changed:
+            self._stopped = True
+            self.error = self.error or error
+            self._changed.notify_all()
+
+    def _wait(self, is_ready, what: str, is_interrupted=lambda: False) -> None:
+        """Waits for a condition; signals interrupt only the main thread's waits."""
+        limit = time.monotonic() + self._time_limit_s
+        while not is_ready() or self._stopped:
+            if self._stopped or is_interrupted():
+                raise Stopped(f"stopped while waiting for {what}.")
+            if time.monotonic() > limit:
+                raise StalledError(
+                    f"waited {self._time_limit_s:g} s for {what} "
+                    "(the limit is stall_limit_s)."
+                )
+            self._changed.wait(timeout=0.2)
+
+
+class Actor:
+    """Acts in its own environments with its own key on its own device."""
+
+    def __init__(
+        self,
+        env: VectorEnv,
+        act: Callable[..., Any],
+        key: jax.Array,
+        *,
+        device: jax.Device,
+        rollout_steps: int,
+        masks_nonfinite: bool = False,
+    ):
+        """Prepares an actor; nothing is stepped yet.
+
+        Args:
+          env: its environments.
+          act: ``act(params, observation, key, count)``, compiled.
+          key: of this actor alone; folded with the count of its acts.
+          device: where it acts.
+          rollout_steps: length T of a segment.
+          masks_nonfinite: mask rows with a NaN or an infinity instead of failing.
+        """
+        self._env = env
+        self._act = act
+        self._key = jax.device_put(key, device)
+        self.device = device
+        self._rollout_steps = rollout_steps
+        self._masks_nonfinite = masks_nonfinite
+        self._carry: ActorCarry | None = None
+
+    @property
+    def is_restorable(self) -> bool:
+        """Whether `restore` can put it back exactly where a carry says."""
+        return isinstance(self._env, RestorableEnv)
+
+    def carry(self) -> ActorCarry:
+        """Where it stands; starts the environments if nothing has yet."""
+        if self._carry is None:
+            envs = self._env.num_envs
+            self._carry = ActorCarry(
+                observation=self._env.reset(),
+                episode_return=np.zeros(envs, np.float64),
+                episode_length=np.zeros(envs, np.int64),
+                env_state=self._env_state(),
+            )
+        return self._carry
+
+    def restore(self, carry: ActorCarry) -> None:
+        """Goes back to where a carry says; needs a `RestorableEnv`."""
+        self._env.set_state(carry.env_state)
+        self._carry = carry
+
+    def close(self) -> None:
+        """Frees its environments."""
+        self._env.close()
+
+    def rollout(self, params: Any, *, rollout: int, version: int) -> Segment:
+        """Steps the environments T times.
+
+        Args:
+          params: what `Agent.actor_params` made, on this actor's device.
+          rollout: its number k; with t it counts the acts, so that a resumed run
+            draws the same random numbers.
+          version: of the parameters.
+
+        Raises:
+          NonFiniteError: if an environment returned a NaN or an infinity.
+        """
+        timers = Timers()
+        observation, returns, lengths, _ = self.carry()
+        returns, lengths = returns.copy(), lengths.copy()
+        rows, observations, episodes = [], [observation], []
+        for t in range(self._rollout_steps):
+            clock = time.perf_counter()
+            count = np.uint32((rollout * self._rollout_steps + t) % 2**32)
+            on_device = jax.device_put((observation, count), self.device)
+            timers.add("transfer", -clock + (clock := time.perf_counter()))
+            action, behaviour = self._act(params, on_device[0], self._key, on_device[1])
+            action, behaviour = jax.device_get((action, behaviour))
+            timers.add("inference", -clock + (clock := time.perf_counter()))
+            step = self._env.step(action)
+            timers.add("env", -clock + time.perf_counter())
+            rows.append((action, behaviour, step))
+            observation = step.observation
+            observations.append(observation)
+            if self._masks_nonfinite:
+                observation = _zeroed(observation)
+            episodes += _count_episodes(step, returns, lengths)
+        trajectory = _stack(rows, observations, version)
+        trajectory, nonfinite = self._check_finite(trajectory)
+        self._carry = ActorCarry(observation, returns, lengths, self._env_state())
+        return Segment(
+            trajectory,
+            episodes,
+            rollout,
+            version,
+            nonfinite,
+            self._carry,
+            timers.totals(),
+        )
+
+    def _env_state(self) -> Any:
+        return self._env.get_state() if isinstance(self._env, RestorableEnv) else ()
+
+    def _check_finite(self, trajectory: Trajectory) -> tuple[Trajectory, int]:
+        """Fails on, or masks, rows that touch a NaN or an infinity."""
+        good = np.isfinite(trajectory.observation)
+        good = good.reshape(*good.shape[:2], -1).all(axis=2)
+        good_rows = good[:-1] & good[1:] & np.isfinite(trajectory.reward)
+        if good_rows.all():
+            return trajectory, 0
+        t, env = np.argwhere(~good_rows)[0]
+        if not self._masks_nonfinite:
+            raise NonFiniteError(
+                f"environment {env} of {self._env.spec.env_id} returned a NaN or an "
+                f"infinity at step {t} of its rollout (on_nonfinite is 'stop')."
+            )
+        trajectory = trajectory._replace(
+            observation=_zeroed(trajectory.observation),
+            reward=_zeroed(trajectory.reward),
+            is_valid=trajectory.is_valid & good_rows,
+        )
+        return trajectory, int((~good_rows).sum())
+
+
+def _zeroed(x: np.ndarray) -> np.ndarray:
+    """Replaces NaNs and infinities by 0."""
+    return np.where(np.isfinite(x), x, np.zeros((), x.dtype))
+
+
+def _count_episodes(step, returns: np.ndarray, lengths: np.ndarray) -> list[Episode]:
+    """Adds a step to the running episodes; takes out those that ended with it."""
+    returns += step.reward
+    lengths += ~step.is_reset
+    ended = np.flatnonzero(step.terminated | step.truncated)
+    episodes = [Episode(float(returns[i]), int(lengths[i])) for i in ended]
+    returns[ended], lengths[ended] = 0.0, 0
+    return episodes
+
+
+def _stack(rows, observations, version: int) -> Trajectory:
+    """Joins the rows of a rollout along time."""
+    actions, behaviours, steps = zip(*rows)
+    reward = np.stack([step.reward for step in steps])
+    return Trajectory(
+        observation=np.stack(observations),
+        action=np.stack(actions),
+        reward=reward,
+        terminated=np.stack([step.terminated for step in steps]),
+        truncated=np.stack([step.truncated for step in steps]),
+        is_valid=~np.stack([step.is_reset for step in steps]),
+        behaviour={k: np.stack([b[k] for b in behaviours]) for k in behaviours[0]},
+        policy_version=np.full(reward.shape, version, np.int32),
+    )
+
+
+class Crew:
+    """The actors' threads, from start to join."""
+
+    def __init__(
+        self,
+        actors: Sequence[Actor],
+        *,
+        max_lag: int,
+        first_rollout: int,
+        num_rollouts: int,
+        stall_limit_s: float,
+    ):
+        """Starts one thread an actor.
+
+        Args:
+          actors: each is used by its own thread alone from here on.
+          max_lag: versions that acting may be behind the learner.
+          first_rollout: number of the first rollout; its version is what is published
+            first.
+          num_rollouts: number of the last rollout plus one.
+          stall_limit_s: longest wait, in seconds.
+        """
+        self.exchange = Exchange(
+            len(actors), max_lag=max_lag, time_limit_s=stall_limit_s
+        )
+        self._max_lag = max_lag
+        self._rollouts = range(first_rollout, num_rollouts)
+        # Threads that hang in an environment must not keep the process alive, so they
+        # are daemons; all others are joined, as JAX in a dying thread would abort.
+        self._threads = [
+            threading.Thread(
+                target=self._run, args=(i, actor), name=f"actor-{i}", daemon=True
+            )
+            for i, actor in enumerate(actors)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, index: int, actor: Actor) -> None:
+        try:
+            for k in self._rollouts:
+                clock = time.perf_counter()
+                version = max(self._rollouts.start, k - self._max_lag)
+                params = self.exchange.params(version, index)
+                waited = time.perf_counter() - clock
+                segment = actor.rollout(params, rollout=k, version=version)
+                segment.seconds["queue_wait"] = waited
+                self.exchange.put(index, segment)
+        except Stopped:
+            pass
+        except BaseException as error:
+            self.exchange.stop(error)
+
+    def stop(self, *, join_limit_s: float = 5.0) -> bool:
+        """Stops and joins the threads.
+
+        Args:
+          join_limit_s: longest wait for all of them, in seconds.
+
+        Returns:
+          Whether all have ended; one that has not hangs in its environment.
+        """
+        self.exchange.stop()
+        limit = time.monotonic() + join_limit_s
+        for thread in self._threads:
+            thread.join(max(0.0, limit - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)

@@ -1,0 +1,114 @@
+"""An agent compiled for a machine: the functions that a run calls, each once traced."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from fps_jax.runtime import parallel
+from fps_jax.types import Agent, AgentState, EnvSpec, Trajectory
+
+
+class Program(NamedTuple):
+    """The functions of one agent on one set of learner devices.
+
+    Attributes:
+      mesh: the learner's devices, of all hosts.
+      init: ``init(key) -> AgentState`` on all of them.
+      learn: ``learn(state, batch) -> (state, metrics)``; the state is donated.
+      actor_params: ``actor_params(learner, key) -> params`` from one device's view of
+        the learner; shares no memory with it.
+      act: ``act(params, observation, key, count) -> (action, behaviour)``; the key is
+        folded with the count.
+      act_greedily: the same without exploration.
+    """
+
+    mesh: Mesh
+    init: Callable[[jax.Array], AgentState]
+    learn: parallel.Update
+    actor_params: Callable[[Any, jax.Array | None], Any]
+    act: Callable[..., Any]
+    act_greedily: Callable[..., Any]
+
+
+def compile_agent(agent: Agent, mesh: Mesh, *, mapping: parallel.Backend) -> Program:
+    """Wraps an agent's functions for the edge, where alone programs are compiled.
+
+    Args:
+      agent: four pure functions.
+      mesh: the learner's devices, of all hosts.
+      mapping: what maps the update over them.
+    """
+
+    def act(params, observation, key, count, *, explore: bool):
+        key = jax.random.fold_in(key, count)
+        return agent.act(params, observation, key, explore=explore)
+
+    def actor_params(learner, key):
+        # jit hands back an argument that it returns unchanged, and that argument's
+        # memory is about to be donated.
+        return jax.tree.map(jnp.copy, agent.actor_params(learner, key))
+
+    return Program(
+        mesh=mesh,
+        init=functools.partial(parallel.init_state, agent, mesh=mesh),
+        learn=parallel.parallelize(agent, mesh, backend=mapping),
+        actor_params=jax.jit(actor_params),
+        act=jax.jit(functools.partial(act, explore=True)),
+        act_greedily=jax.jit(functools.partial(act, explore=False)),
+    )
+
+
+def check(
+    program: Program,
+    agent: Agent,
+    spec: EnvSpec,
+    *,
+    rollout_steps: int,
+    num_envs: int,
+) -> None:
+    """Traces one round without running it, to refuse shapes that do not fit.
+
+    Args:
+      program: the compiled agent.
+      agent: the same agent.
+      spec: the environment.
+      rollout_steps: length T of a segment.
+      num_envs: environments of this host.
+
+    Raises:
+      ValueError: if the agent refuses the batch that the run would give it.
+    """
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    state = jax.eval_shape(agent.init, key)
+    params = jax.eval_shape(program.actor_params, state.learner, key)
+    typed = jax.ShapeDtypeStruct
+    observation = typed((num_envs, *spec.observation_shape), spec.observation_dtype)
+    count = typed((), jnp.uint32)
+    row = jax.eval_shape(program.act, params, observation, key, count)
+    mine = num_envs // program.mesh.local_mesh.size
+    steps = lambda x, length: typed((length, mine, *x.shape[1:]), x.dtype)
+    flag, real = typed((num_envs,), jnp.bool_), typed((num_envs,), jnp.float32)
+    rows = Trajectory(
+        observation=observation,
+        action=row[0],
+        reward=real,
+        terminated=flag,
+        truncated=flag,
+        is_valid=flag,
+        behaviour=row[1],
+        policy_version=typed((num_envs,), jnp.int32),
+    )
+    batch = jax.tree.map(lambda x: steps(x, rollout_steps), rows)
+    batch = batch._replace(observation=steps(observation, rollout_steps + 1))
+    update = functools.partial(agent.update, axis_name=parallel.AXIS)
+    mapped = jax.vmap(
+        update,
+        axis_name=parallel.AXIS,
+        axis_size=program.mesh.size,
+        in_axes=(None, None),
+    )
+    jax.eval_shape(mapped, state, batch)

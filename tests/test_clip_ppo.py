@@ -1,0 +1,113 @@
+"""The clipped surrogate and the value loss, item by item."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from jax.test_util import check_grads
+
+from fps_jax.objectives import clip_ppo
+
+EPSILON = 0.2
+
+
+def surrogate(log_ratio, advantage, clip_epsilon=EPSILON):
+    return clip_ppo.clipped_surrogate(log_ratio, advantage, clip_epsilon=clip_epsilon)
+
+
+def slope(log_ratio: float, advantage: float) -> float:
+    """The surrogate's derivative by the log ratio, of one item."""
+    at = jnp.float32(log_ratio), jnp.float32(advantage)
+    return float(jax.grad(surrogate)(*at))
+
+
+@pytest.mark.parametrize("clip_epsilon", [0.05, 0.2, 0.9])
+def test_the_surrogate_is_equation_7(compiled, clip_epsilon):
+    rng = np.random.default_rng(0)
+    log_ratio, advantage = rng.normal(size=(2, 10, 20))
+    items = zip(log_ratio.ravel(), advantage.ravel())
+    expected = [
+        reference.clipped_surrogate(np.exp(x), a, clip_epsilon) for x, a in items
+    ]
+    arrays = jnp.asarray(log_ratio, jnp.float32), jnp.asarray(advantage, jnp.float32)
+    actual = compiled(surrogate)(*arrays, clip_epsilon)
+    np.testing.assert_allclose(np.ravel(actual), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "is_flat"),
+    [
+        (1.5, 2.0, True),
+        (1.5, -2.0, False),
+        (0.5, 2.0, False),
+        (0.5, -2.0, True),
+        (1.1, 2.0, False),
+        (1.1, -2.0, False),
+        (0.9, 2.0, False),
+        (0.9, -2.0, False),
+    ],
+)
+def test_the_gradient_is_zero_where_the_advantage_asks_for_more_of_the_same(
+    ratio, advantage, is_flat
+):
+    expected = 0.0 if is_flat else ratio * advantage
+    np.testing.assert_allclose(slope(np.log(ratio), advantage), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("advantage", [-3.0, 0.0, 0.7])
+def test_at_a_ratio_of_one_the_gradient_is_the_policy_gradient(advantage):
+    assert surrogate(jnp.float32(0.0), jnp.float32(advantage)) == advantage
+    np.testing.assert_allclose(slope(0.0, advantage), advantage, rtol=1e-6)
+
+
+@pytest.mark.parametrize("log_ratio", [100.0, np.inf])
+def test_a_ratio_beyond_float32_costs_nothing_where_it_is_clipped(log_ratio):
+    for advantage in (2.0, 0.0):
+        at = jnp.float32(log_ratio), jnp.float32(advantage)
+        np.testing.assert_allclose(surrogate(*at), 1.2 * advantage, rtol=1e-6)
+        assert slope(log_ratio, advantage) == 0
+    at = jnp.float32(-log_ratio), jnp.float32(-2.0)
+    np.testing.assert_allclose(surrogate(*at), -1.6, rtol=1e-6)
+    assert slope(-log_ratio, -2.0) == 0
+
+
+def test_the_surrogate_never_exceeds_the_unclipped_one():
+    log_ratio, advantage = np.random.default_rng(1).normal(size=(2, 500))
+    arrays = jnp.asarray(log_ratio, jnp.float32), jnp.asarray(advantage, jnp.float32)
+    unclipped = np.exp(log_ratio) * advantage
+    excess = np.asarray(surrogate(*arrays)) - unclipped
+    assert np.all(excess < 1e-5)
+    assert np.any(excess < -0.1)
+
+
+def test_the_interval_may_be_traced_and_differ_by_member():
+    log_ratio, advantage = jnp.log(jnp.array([1.5, 0.5])), jnp.array([1.0, -1.0])
+    epsilons = jnp.array([0.1, 0.4])
+    over_members = jax.jit(jax.vmap(surrogate, (None, None, 0)))
+    actual = over_members(log_ratio, advantage, epsilons)
+    np.testing.assert_allclose(actual, [[1.1, -0.9], [1.4, -0.6]], rtol=1e-6)
+
+
+def test_the_clip_fraction_counts_both_sides_whatever_the_advantage():
+    log_ratio = jnp.log(jnp.array([0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 3.0]))
+    clipped = clip_ppo.is_clipped(log_ratio, clip_epsilon=EPSILON)
+    np.testing.assert_array_equal(clipped, [1, 1, 0, 0, 0, 1, 1])
+
+
+def test_the_value_loss_is_half_the_squared_error():
+    value, target = jnp.array([[1.0, -2.0]]), jnp.array([[4.0, -2.0]])
+    np.testing.assert_allclose(clip_ppo.value_loss(value, target), [[4.5, 0.0]])
+    loss = lambda value: jnp.sum(clip_ppo.value_loss(value, target))
+    np.testing.assert_allclose(jax.grad(loss)(value), value - target)
+
+
+def test_gradients_agree_with_finite_differences(float64):
+    rng = np.random.default_rng(2)
+    log_ratio, advantage = jnp.asarray(rng.normal(size=(2, 30)))
+    distance = jnp.abs(jnp.expm1(log_ratio)) - EPSILON
+    assert jnp.min(jnp.abs(distance)) > 1e-3  # no kink within a difference
+    f = jax.jit(surrogate)
+    at = (log_ratio, advantage, jnp.asarray(EPSILON))
+    assert f(*at).dtype == jnp.float64
+    check_grads(f, at, order=1, modes=["rev"], atol=1e-6, rtol=1e-6)

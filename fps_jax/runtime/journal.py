@@ -113,6 +113,7 @@ class Journal:
                 if name != "env_steps"
             }
             record = {**means, **record, **self._episode_means()}
+        record["wall_s"] = self.wall_s()
         record["steps_per_s"] = self.steps_per_s()
         record["nonfinite_rows"] = self._nonfinite_rows
         for thread, seconds in self.seconds().items():

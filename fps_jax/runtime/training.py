@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+
 from fps_jax.runtime import envs, metrics, parallel, runs
 from fps_jax.runtime.acting import Actor, Crew, NonFiniteError, Segment, Stopped
 from fps_jax.runtime.checkpoints import Checkpoints, open_checkpoints
@@ -122,6 +124,17 @@ class Run:
             self.journal.close()
             self._eval_env.close()
 
+    def params_of_actors(self) -> list[Any]:
+        """What each actor acts with at the present version, on its own device."""
+        view = parallel.first_replica(self.state.learner)
+        params = []
+        for i, actor in enumerate(self.actors):
+            key = self._key(_PUBLISH, self.update, self._global_actor(i))
+            params.append(
+                jax.device_put(self.program.actor_params(view, key), actor.device)
+            )
+        return params
+
     # ------------------------------------------------------------------- the loop
 
     def _loop(self, interrupt: Interrupt) -> None:
@@ -190,16 +203,7 @@ class Run:
         )
 
     def _publish(self, crew: Crew) -> None:
-        """Hands each actor its parameters of the present version."""
-        view = parallel.first_replica(self.state.learner)
-        root = jax.random.fold_in(self._key(_PUBLISH), self.update)
-        params = []
-        for i, actor in enumerate(self.actors):
-            key = jax.random.fold_in(root, self._global_actor(i))
-            params.append(
-                jax.device_put(self.program.actor_params(view, key), actor.device)
-            )
-        crew.exchange.publish(self.update, params)
+        crew.exchange.publish(self.update, self.params_of_actors())
 
     def _check_lag(self, segments: Sequence[Segment]) -> int:
         """The lag of a batch; the protocol bounds it, and this holds it to that."""
@@ -244,7 +248,7 @@ class Run:
                 self.program.act_greedily,
                 self.program.actor_params(view, None),
                 self._eval_env,
-                jax.random.fold_in(self._key(_EVALUATE), self.update),
+                self._key(_EVALUATE, self.update),
                 is_interrupted=interrupt.is_requested,
             )
         return {} if interrupt.is_requested() else evaluation.metrics()
@@ -345,8 +349,12 @@ class Run:
 
     # -------------------------------------------------------------------- parts
 
-    def _key(self, stream: int) -> jax.Array:
-        return jax.random.fold_in(self._root, stream)
+    def _key(self, *path: int) -> jax.Array:
+        """A key by its path from the root: a stream, then numbers within it."""
+        key = self._root
+        for number in path:
+            key = jax.random.fold_in(key, jax.device_put(np.uint32(number)))
+        return key
 
     def _global_actor(self, index: int) -> int:
         """The number of an actor among those of all hosts: names its key."""
@@ -379,7 +387,7 @@ class Run:
         return Actor(
             self._make_envs(_ACT, number * config.num_envs, config.num_envs),
             self.program.act,
-            jax.random.fold_in(self._key(_ACT), number),
+            self._key(_ACT, number),
             device=devices[index % len(devices)],
             rollout_steps=config.rollout_steps,
             masks_nonfinite=config.on_nonfinite == "mask",

@@ -13,7 +13,7 @@ All four learners use 8 environments, 256 steps, minibatches of 64, 10 epochs, a
 tanh layers of 64 for each of policy and value. Ours also standardises observations
 and scales returns; SB3 is spared that. The rate is of everything between the end of
 the second update and the end of the run; ``start_s`` is what came before. Medians of
-the repeats and their ratios go into the header of ``experiments/results/bench_ppo.csv``.
+the repeats and their ratios are in the header of ``experiments/results/bench_ppo.csv``.
 """
 
 import dataclasses
@@ -220,7 +220,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for repeat in range(options.repeats):
         for name in chosen:
             command = [sys.executable, "-m", PROG, *words, "--child", name]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            done = subprocess.run(
+                command, check=True, stdout=subprocess.PIPE, text=True
+            )
             measured = json.loads(done.stdout.splitlines()[-1])
             measured = {key: round(value, 2) for key, value in measured.items()}
             rows.append({"variant": name, "repeat": repeat, **measured})

@@ -57,6 +57,6 @@ def _first_paragraph(box: str) -> str:
             paragraphs[-1].append(line)
     texts = [paragraph for paragraph in paragraphs if paragraph]
     message = " ".join(texts[0]) if texts else "the options cannot be understood"
-    near = re.search(r"Perhaps you meant:?\s+(--[\w-]+)", " ".join(sum(texts, [])))
+    near = re.search(r"Perhaps you meant:?\s+(--[\w-]+)", " ".join(lines))
     hint = f" (perhaps you meant {near[1]})" if near else ""
     return f"{message.rstrip('.')}{hint}; --help lists the options."

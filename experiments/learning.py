@@ -131,7 +131,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for seed, run in enumerate(runs):
             rows += run
             print(f"seed {seed}: {run[-1]['return']}", flush=True)
-    last = [max(r["env_steps"] for r in rows if r["seed"] == s) for s in range(options.seeds)]
+    last = [
+        max(r["env_steps"] for r in rows if r["seed"] == s)
+        for s in range(options.seeds)
+    ]
     final = [r["return"] for r in rows if r["env_steps"] == last[r["seed"]]]
     iqm, low, high = interquartile_mean(final)
     path = results.FOLDER / f"{options.name or options.agent}_{options.env}.csv"

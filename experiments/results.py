@@ -21,9 +21,7 @@ def command() -> str:
     return shlex.join(["python", *program, *sys.argv[1:]])
 
 
-def write_csv(
-    path: Path, rows: Iterable[Mapping[str, Any]], **more: Any
-) -> None:
+def write_csv(path: Path, rows: Iterable[Mapping[str, Any]], **more: Any) -> None:
     """Writes rows under a header of comments: command, date, versions and device.
 
     Args:

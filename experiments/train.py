@@ -3,14 +3,16 @@
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
+import jax
 import rich
 import tyro
 
 from experiments import command_line, figures, presets
 from fps_jax.agents.ppo import PPOConfig
+from fps_jax.runtime import envs
 from fps_jax.runtime.checkpoints import CheckpointError
 from fps_jax.runtime.options import TrainConfig
 from fps_jax.runtime.training import Run
@@ -72,35 +74,39 @@ def read(argv: Sequence[str]) -> tuple[AgentConfig, TrainConfig]:
     return parsed.agent, parsed.run
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    make_env: Callable[..., envs.VectorEnv] = envs.make_env,
+) -> int:
     """Trains, draws the curve and prints where the time went.
 
     Args:
       argv: the words after the program's name; None reads the process's own.
+      make_env: makes environments, with the arguments of `envs.make_env`.
 
     Returns:
-      The exit code.
+      The exit code: 0, or 130 after Ctrl-C, or 143 after SIGTERM.
     """
     agent, config = read(sys.argv[1:] if argv is None else argv)
     try:
-        run = Run(agent, config)
+        run = Run(agent, config, make_env=make_env)
     except (ValueError, CheckpointError) as error:
         command_line.refuse(error, prog=PROG)
+    code = 0
     try:
         history = run.train()
-    except KeyboardInterrupt:
-        print(
-            f"{PROG}: interrupted after {run.env_steps:,} env steps; --resume goes on.",
-            file=sys.stderr,
-        )
-        return 130
-    finally:
-        if run.directory is not None:
-            figures.draw_run(run.directory)
-    rich.print(history.summary)
-    if history.directory is not None:
-        print(f"{history.directory}/learning_curve.png")
-    return 0
+    except (KeyboardInterrupt, SystemExit) as end:
+        code = 130 if isinstance(end, KeyboardInterrupt) else end.code
+        hint = "" if run.directory is None else "; --resume goes on"
+        done = f"interrupted after {run.env_steps:,} env steps{hint}."
+        print(f"{PROG}: {done}", file=sys.stderr)
+    else:
+        rich.print(history.summary)
+    if run.directory is not None and jax.process_index() == 0:
+        figures.draw_run(run.directory)
+        print(f"{run.directory}/learning_curve.png")
+    return code
 
 
 if __name__ == "__main__":

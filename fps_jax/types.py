@@ -14,7 +14,7 @@ that only reset an environment.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
@@ -132,10 +132,11 @@ class Agent(NamedTuple):
 
     init: Callable[[Key[Array, ""]], AgentState]
     actor_params: Callable[[Any, Key[Array, ""] | None], Any]
-    act: Callable[..., tuple[Shaped[Array, "E *action"], dict[str, Array]]]
+    act: Callable[..., tuple[Shaped[Array, " E *action"], dict[str, Array]]]
     update: Callable[..., tuple[AgentState, Metrics]]
 
 
+@runtime_checkable
 class AgentConfig(Protocol):
     """The options of an agent: a frozen dataclass that can build it."""
 

@@ -125,7 +125,7 @@ class ScriptedEnv:
             reward=reward,
             terminated=is_terminal_now,
             truncated=is_done & ~is_terminal_now,
-            is_reset=is_reset.copy(),
+            is_reset=is_reset,
         )
         if old.num_calls == self._nan_at_step:
             getattr(result, self._nan_field)[0] = np.nan
@@ -135,10 +135,10 @@ class ScriptedEnv:
         pass
 
     def get_state(self) -> ScriptedState:
-        return ScriptedState(*(field.copy() for field in self._state))
+        return self._state
 
     def set_state(self, state: ScriptedState) -> np.ndarray:
-        self._state = ScriptedState(*(np.array(field) for field in state))
+        self._state = state
         return self._observe()
 
     @property

@@ -17,12 +17,13 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 EXPERIMENTS = sorted((ROOT / "experiments").glob("*.py"))
 # What each room may import of the package; `fps_jax/__init__.py` gathers from all.
 MAY_IMPORT = {
+    "checks": set(),
     "types": set(),
-    "objectives": {"types", "objectives"},
-    "models": {"types", "models"},
-    "replay": {"types", "replay"},
-    "agents": {"types", "objectives", "models", "replay", "agents"},
-    "runtime": {"types", "runtime"},
+    "objectives": {"checks", "types", "objectives"},
+    "models": {"checks", "types", "models"},
+    "replay": {"checks", "types", "replay"},
+    "agents": {"checks", "types", "objectives", "models", "replay", "agents"},
+    "runtime": {"checks", "types", "runtime"},
 }
 PURE = [m for m in MODULES if m.relative_to(PACKAGE).parts[0] not in ("runtime",)]
 

@@ -18,6 +18,11 @@ def gaussian():
     return diagonal_gaussian(jnp.asarray(MEAN), jnp.asarray(LOG_STD))
 
 
+@jax.jit
+def draw(policy, key):
+    return policy.sample(seed=key, sample_shape=(DRAWS,))
+
+
 def probabilities() -> np.ndarray:
     weights = np.exp(LOGITS.astype(np.float64))
     return weights / weights.sum(-1, keepdims=True)
@@ -41,27 +46,19 @@ def test_a_gaussian_s_entropy_is_the_sum_over_its_dimensions():
 
 
 def test_samples_of_a_gaussian_have_its_moments():
-    draws = gaussian().sample(seed=jax.random.key(0), sample_shape=(DRAWS,))
-    draws, deviation = np.asarray(draws, np.float64), np.exp(LOG_STD)
+    draws = np.asarray(draw(gaussian(), jax.random.key(0)), np.float64)
     assert draws.shape == (DRAWS, 2, 3)
-    error = np.abs(draws.mean(0) - MEAN) / (deviation / np.sqrt(DRAWS))
-    assert np.max(error) < 5
-    error = np.abs(draws.std(0) / deviation - 1) * np.sqrt(2 * DRAWS)
-    assert np.max(error) < 5
-    first, second = np.reshape((draws - draws.mean(0)) / draws.std(0), (DRAWS, 6))[
-        :, :2
-    ].T
-    assert np.abs(np.mean(first * second)) < 5 / np.sqrt(DRAWS)
+    standard = np.reshape((draws - MEAN) / np.exp(LOG_STD), (DRAWS, 6))
+    np.testing.assert_allclose(standard.mean(0), 0, atol=5 / np.sqrt(DRAWS))
+    covariance = standard.T @ standard / DRAWS
+    np.testing.assert_allclose(covariance, np.eye(6), atol=5 * np.sqrt(2 / DRAWS))
 
 
 def test_a_gaussian_s_score_is_analytic():
     action = MEAN + np.float32(0.4)
-    score = jax.grad(
-        lambda mean, log_std: jnp.sum(
-            diagonal_gaussian(mean, log_std).log_prob(action)
-        ),
-        argnums=(0, 1),
-    )(jnp.asarray(MEAN), jnp.asarray(LOG_STD))
+    f = lambda mean, log_std: diagonal_gaussian(mean, log_std).log_prob(action).sum()
+    at = jnp.asarray(MEAN), jnp.asarray(LOG_STD)
+    score = jax.jit(jax.grad(f, argnums=(0, 1)))(*at)
     standard = (action - MEAN) / np.exp(LOG_STD)
     np.testing.assert_allclose(score[0], standard / np.exp(LOG_STD), rtol=1e-4)
     np.testing.assert_allclose(score[1], standard**2 - 1, rtol=1e-4)
@@ -81,7 +78,7 @@ def test_log_probabilities_and_entropy_of_a_categorical_are_normalised(compiled)
 
 def test_samples_of_a_categorical_have_its_frequencies():
     policy = categorical(jnp.asarray(LOGITS))
-    draws = np.asarray(policy.sample(seed=jax.random.key(1), sample_shape=(DRAWS,)))
+    draws = np.asarray(draw(policy, jax.random.key(1)))
     frequency = np.stack([np.bincount(d, minlength=4) / DRAWS for d in draws.T])
     exact = probabilities()
     sigma = np.sqrt(exact * (1 - exact) / DRAWS)
@@ -91,7 +88,7 @@ def test_samples_of_a_categorical_have_its_frequencies():
 
 def test_a_categorical_s_score_is_the_chosen_less_the_probabilities():
     log_prob = lambda logits: jnp.sum(categorical(logits).log_prob(jnp.array([1, 3])))
-    score = jax.grad(log_prob)(jnp.asarray(LOGITS))
+    score = jax.jit(jax.grad(log_prob))(jnp.asarray(LOGITS))
     np.testing.assert_allclose(score, np.eye(4)[[1, 3]] - probabilities(), atol=1e-6)
 
 
@@ -102,10 +99,19 @@ def test_an_impossible_action_has_no_influence_on_the_entropy():
 
 
 @pytest.mark.parametrize("lead", [(), (2, 3)])
-def test_any_leading_axes_are_a_batch(lead):
-    gaussian = diagonal_gaussian(jnp.zeros((*lead, 4)), jnp.zeros((*lead, 4)))
-    discrete = categorical(jnp.zeros((*lead, 4)))
-    for policy, event in ((gaussian, (4,)), (discrete, ())):
-        action = policy.sample(seed=jax.random.key(2))
-        assert action.shape == (*lead, *event)
-        assert policy.log_prob(action).shape == policy.entropy().shape == lead
+@pytest.mark.parametrize(
+    ("policy", "event"),
+    [
+        (lambda x: diagonal_gaussian(x, x), (4,)),
+        (categorical, ()),
+    ],
+    ids=["gaussian", "categorical"],
+)
+def test_any_leading_axes_are_a_batch(policy, event, lead):
+    def all_of(x):
+        action = policy(x).sample(seed=jax.random.key(2))
+        return action, policy(x).log_prob(action), policy(x).entropy()
+
+    action, *numbers = jax.eval_shape(all_of, jnp.zeros((*lead, 4)))
+    assert action.shape == (*lead, *event)
+    assert [x.shape for x in numbers] == [lead, lead]

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from types import SimpleNamespace
 
 import envpool
 import numpy as np
@@ -144,6 +145,18 @@ def test_every_env_keeps_the_protocol(name):
 
 
 @every_env
+def test_the_action_of_a_reset_row_is_ignored(name):
+    spec, _, steps = recorded(name)
+    actions = random_actions(spec, 40)
+    others = random_actions(spec, 40, seed=1)
+    actions[steps.is_reset[:40]] = others[steps.is_reset[:40]]
+    env = MAKERS[name]()
+    env.reset()
+    for field, field_again in zip(steps, play(env, actions)):
+        np.testing.assert_array_equal(field[:40], field_again)
+
+
+@every_env
 def test_the_given_actions_are_left_alone(name):
     env = MAKERS[name]()
     env.reset()
@@ -257,7 +270,21 @@ def test_a_spec_tells_spaces_and_limit_without_an_environment():
     assert env_spec("Pong-v5", env_options={"stack_num": 2}) == EnvSpec(
         "Pong-v5", (2, 84, 84), uint8, Discrete(6), 27000
     )
+    assert env_spec("Blackjack-v1").max_episode_steps is None
     assert env_spec("BipedalWalker-v3").action == Continuous((-1.0,) * 4, (1.0,) * 4)
+
+
+def test_integer_actions_that_do_not_begin_at_0_are_refused(monkeypatch):
+    native = envpool.make_spec("CartPole-v1")
+    action = SimpleNamespace(shape=[-1], dtype=np.int32, minimum=1, maximum=3)
+    strange = SimpleNamespace(
+        config=native.config,
+        state_array_spec=native.state_array_spec,
+        action_array_spec={"action": action},
+    )
+    monkeypatch.setattr(envpool, "make_spec", lambda env_id, **options: strange)
+    with pytest.raises(ValueError, match="minimum=1, maximum=3"):
+        env_spec("CartPole-v1")
 
 
 @pytest.mark.parametrize(
@@ -328,9 +355,12 @@ def test_streams_share_no_seed(seed, one, other, first):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_all_seeds_of_a_stream_differ(seed):
-    seeds = env_seeds(seed, stream=3, first=0, count=MAX_ENVS_PER_STREAM)
-    assert len(set(seeds)) == MAX_ENVS_PER_STREAM
+def test_all_seeds_of_two_neighbouring_streams_differ(seed):
+    seeds = set()
+    for stream in (3, 4):
+        count = MAX_ENVS_PER_STREAM
+        seeds.update(env_seeds(seed, stream=stream, first=0, count=count))
+    assert len(seeds) == 2 * MAX_ENVS_PER_STREAM
 
 
 def test_seeds_are_spread_and_other_runs_have_others():

@@ -24,6 +24,11 @@ def follow(shape, chunks, masks=None) -> MomentsState:
     return state
 
 
+def part(tree, index: int):
+    """One device's or one member's part of stacked arrays."""
+    return jax.tree.map(lambda x: x[index], tree)
+
+
 def expect_moments(state: MomentsState, rows, **tolerance):
     rows = np.asarray(rows, np.float64)
     assert state.count == len(rows)
@@ -34,7 +39,7 @@ def expect_moments(state: MomentsState, rows, **tolerance):
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     shape=st.sampled_from(SHAPES),
-    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_a_stream_in_chunks_has_numpy_s_moments_of_the_whole(shape, sizes, seed):
@@ -70,11 +75,9 @@ def test_four_devices_agree_with_one_that_sees_every_row(backend):
     for chunk in rows:
         states = mapped(states, chunk, is_valid)
     one = follow((3,), rows, [is_valid, is_valid])
+    near = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6)
     for device in range(4):
-        state = jax.tree.map(lambda x: x[device], states)
-        jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), state, one
-        )
+        jax.tree.map(near, part(states, device), one)
     expect_moments(one, rows[:, is_valid].reshape(-1, 3), rtol=1e-5)
 
 
@@ -134,7 +137,7 @@ def test_members_of_a_population_have_their_own_moments():
     states = jax.tree.map(lambda x: jnp.stack([x] * 2), MOMENTS[(3,)].init())
     states = jax.vmap(UPDATES[(3,)])(states, jnp.asarray(rows), jnp.asarray(is_valid))
     for member in range(2):
-        state = jax.tree.map(lambda x: x[member], states)
+        state = part(states, member)
         expect_moments(state, rows[member][is_valid[member]], rtol=1e-4, atol=1e-6)
 
 

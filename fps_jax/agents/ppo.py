@@ -1,6 +1,7 @@
 """Proximal policy optimisation with a clipped surrogate, for one device of several."""
 
 import dataclasses
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -8,9 +9,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, Key, Shaped
 
+from fps_jax import checks
+from fps_jax.agents import gradient
+from fps_jax.agents.ppo_loss import Batch, advantages_and_targets, make_loss
 from fps_jax.models.networks import ACTIVATIONS, ActorCritic, actor_critic
 from fps_jax.models.normalize import MomentsState, normalize, running_moments
-from fps_jax.objectives import clip_ppo, ratios, returns
+from fps_jax.objectives import ratios
 from fps_jax.types import Agent, AgentState, EnvSpec, Metrics, Trajectory
 
 
@@ -83,34 +87,20 @@ class PPOConfig:
 
     def __post_init__(self):
         """Refuses options that are out of range."""
-        for name, low, high in (
-            ("learning_rate", 0.0, float("inf")),
-            ("final_learning_rate_fraction", 0.0, 1.0),
-            ("gamma", 0.0, 1.0),
-            ("lambda_", 0.0, 1.0),
-            ("entropy_coef", 0.0, float("inf")),
-            ("value_coef", 0.0, float("inf")),
-            ("num_epochs", 1, float("inf")),
-            ("minibatch_size", 1, float("inf")),
-        ):
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(
-                    f"{name} {getattr(self, name)} is not in [{low}, {high}]."
-                )
-        if not 0.0 < self.clip_epsilon < 1.0:
-            raise ValueError(f"clip_epsilon {self.clip_epsilon} is not in (0, 1).")
-        for name in ("max_grad_norm", "adam_epsilon"):
-            if not getattr(self, name) > 0.0:
-                raise ValueError(f"{name} {getattr(self, name)} is not above 0.")
-        for name, choices in (
-            ("activation", tuple(ACTIVATIONS)),
-            ("normalize_advantage", ("minibatch", "batch", "none")),
-            ("optimizer", ("adam", "sgd")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name} {getattr(self, name)!r} is not one of {choices}."
-                )
+        fractions = "gamma", "lambda_", "final_learning_rate_fraction"
+        checks.in_range(self, 0, 1, *fractions)
+        checks.in_range(self, 0, 1, "clip_epsilon", is_open=True)
+        coefficients = "learning_rate", "entropy_coef", "value_coef"
+        checks.in_range(self, 0, math.inf, *coefficients)
+        scales = "max_grad_norm", "adam_epsilon"
+        checks.in_range(self, 0, math.inf, *scales, is_open=True)
+        checks.in_range(self, -20, 2, "init_log_std")
+        checks.in_range(self, 1, math.inf, "num_epochs", "minibatch_size")
+        checks.one_of(self, ACTIVATIONS, "activation")
+        checks.one_of(self, ("minibatch", "batch", "none"), "normalize_advantage")
+        checks.one_of(self, ("adam", "sgd"), "optimizer")
+        if not all(size >= 1 for size in self.hidden_sizes):
+            raise ValueError(f"hidden_sizes {self.hidden_sizes} must be at least 1.")
 
     @property
     def name(self) -> str:
@@ -164,17 +154,6 @@ class ActorParams(NamedTuple):
     observation_moments: MomentsState
 
 
-class Batch(NamedTuple):
-    """Rows to learn from, each ``[B, ...]``."""
-
-    observation: Shaped[Array, "B *observation"]
-    action: Shaped[Array, "B *action"]
-    log_prob: Float[Array, " B"]
-    advantage: Float[Array, " B"]
-    target: Float[Array, " B"]
-    is_valid: Shaped[Array, " B"]
-
-
 def make_agent(
     config: PPOConfig, network: ActorCritic, spec: EnvSpec, hyper: Hyper
 ) -> Agent:
@@ -203,7 +182,7 @@ def make_agent(
         params = network.init(key_params, blank)
         learner = PPOState(
             params=params,
-            optimizer=gradient_transform(config, hyper).init(params),
+            optimizer=optimizer_of(config, hyper).init(params),
             observation_moments=moments.init(),
             return_moments=scalar_moments.init(),
             hyper=hyper,
@@ -218,12 +197,12 @@ def make_agent(
 
     def act(
         params: ActorParams,
-        observation: Shaped[Array, "E *observation"],
+        observation: Shaped[Array, " E *observation"],
         key: Key[Array, ""],
         *,
         explore: bool,
     ):
-        policy = network.apply(
+        policy: Any = network.apply(
             params.params,
             observe(params.observation_moments, observation),
             method="policy",
@@ -277,55 +256,70 @@ def make_learn(config: PPOConfig, network: ActorCritic):
     def learn(
         learner: PPOState, trajectory: Trajectory, observation, axis_name: str | None
     ):
-        rows, devices = trajectory.reward.size, axis_size(axis_name)
-        minibatches = split_evenly(config.minibatch_size, rows, devices)
-        learning_rate = annealed_learning_rate(learner, rows * devices)
+        rows, devices = trajectory.reward.size, gradient.axis_size(axis_name)
+        minibatches = gradient.num_minibatches(config.minibatch_size, rows, devices)
+        hyper = learner.hyper
+        steps_per_update = rows * devices / hyper.total_env_steps
+        learning_rate = gradient.linear_decay(
+            hyper.learning_rate,
+            hyper.final_learning_rate_fraction,
+            learner.update.astype(jnp.float32) * steps_per_update,
+        )
+        step = gradient.gradient_step(
+            make_loss(
+                network,
+                hyper,
+                normalizes_advantage=config.normalize_advantage == "minibatch",
+                axis_name=axis_name,
+            ),
+            optimizer_of(config, hyper),
+            learning_rate=learning_rate,
+            axis_name=axis_name,
+        )
         scale = (
             jnp.sqrt(learner.return_moments.variance + 1e-8)
             if config.scale_returns
             else jnp.ones((), jnp.float32)
         )
         signals = lambda params: advantages_and_targets(
-            network, params, trajectory, observation, scale, learner.hyper
+            network, params, trajectory, observation, scale=scale, hyper=hyper
         )
         value, advantage, target = signals(learner.params)
-        is_valid = trajectory.is_valid.reshape(-1)
-        items = {
-            "observation": observation[:-1],
-            "action": trajectory.action,
-            "log_prob": trajectory.behaviour["log_prob"],
-        }
-        items = jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), items)
+        flat = lambda x: x.reshape(rows, *x.shape[2:])
+        is_valid, action = flat(trajectory.is_valid), flat(trajectory.action)
+        # Not even a NaN of a row that is not valid may reach a gradient.
+        acted = is_valid.reshape(rows, *(1 for _ in action.shape[1:]))
 
         def make_batch(advantage, target) -> Batch:
-            advantage = advantage.reshape(-1)
+            advantage = flat(advantage)
             if config.normalize_advantage == "batch":
                 advantage = ratios.standardize(advantage, is_valid, axis_name=axis_name)
-            target = target.reshape(-1) / scale
             return Batch(
-                **items, advantage=advantage, target=target, is_valid=is_valid
+                observation=flat(observation[:-1]),
+                action=jnp.where(acted, action, 0),
+                log_prob=flat(trajectory.behaviour["log_prob"]),
+                advantage=advantage,
+                target=flat(target) / scale,
+                is_valid=is_valid,
             )
 
         batch = make_batch(advantage, target)
 
-        def one_epoch(carry, key):
-            fresh = signals(carry[0])[1:]
-            used = make_batch(*fresh) if config.recompute_advantages else batch
-            order = jax.random.permutation(key, rows).reshape(minibatches, -1)
-            step = make_step(config, network, learner.hyper, learning_rate, axis_name)
-            return jax.lax.scan(
-                lambda c, i: step(c, jax.tree.map(lambda x: x[i], used)), carry, order
-            )
+        def batch_of(params) -> Batch:
+            recomputes = config.recompute_advantages
+            return make_batch(*signals(params)[1:]) if recomputes else batch
 
         key = jax.random.fold_in(learner.key, learner.update)
-        if axis_name is not None:
-            key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
-        (params, optimizer), metrics = jax.lax.scan(
-            one_epoch,
+        (params, optimizer), metrics = gradient.minibatch_epochs(
+            step,
             (learner.params, learner.optimizer),
-            jax.random.split(key, config.num_epochs),
+            batch_of,
+            gradient.device_key(key, axis_name),
+            rows=rows,
+            num_epochs=config.num_epochs,
+            num_minibatches=minibatches,
         )
-        metrics = jax.tree.map(jnp.mean, metrics) | {
+        metrics |= {
             "learning_rate": learning_rate,
             "return_scale": scale,
             "explained_variance": ratios.explained_variance(
@@ -338,164 +332,15 @@ def make_learn(config: PPOConfig, network: ActorCritic):
     return learn
 
 
-def advantages_and_targets(
-    network: ActorCritic, params, trajectory: Trajectory, observation, scale, hyper
-):
-    """Values, advantages and value targets of a segment, in units of reward.
+def optimizer_of(config: PPOConfig, hyper: Hyper) -> optax.GradientTransformation:
+    """The optimiser that the options name.
 
     Args:
-      network: the value function.
-      params: its parameters.
-      trajectory: the segment.
-      observation: ``[T + 1, E, ...]`` as the network reads it.
-      scale: the unit that the network predicts returns in.
-      hyper: gives gamma and lambda_.
-
-    Returns:
-      value, advantage and target, each ``[T, E]``.
-    """
-    values = jax.lax.stop_gradient(
-        network.apply(params, observation, method="value") * scale
-    )
-
-    def one_environment(reward, terminated, truncated, is_valid, values):
-        discount, trace = returns.discounts_and_traces(
-            terminated, truncated, is_valid, gamma=hyper.gamma
-        )
-        advantage = returns.generalized_advantages(
-            reward,
-            discount,
-            trace,
-            values[:-1],
-            values[1:],
-            is_valid,
-            lambda_=hyper.lambda_,
-        )
-        return advantage, values[:-1] + advantage
-
-    advantage, target = jax.vmap(one_environment, in_axes=1, out_axes=1)(
-        trajectory.reward,
-        trajectory.terminated,
-        trajectory.truncated,
-        trajectory.is_valid,
-        values,
-    )
-    return values[:-1], advantage, target
-
-
-def make_step(
-    config: PPOConfig, network: ActorCritic, hyper: Hyper, learning_rate, axis_name
-):
-    """Makes one gradient step on one minibatch.
-
-    Args:
-      config: the static choices.
-      network: the policy and the value function.
-      hyper: the coefficients.
-      learning_rate: step size.
-      axis_name: the device axis, if any.
-
-    Returns:
-      ``step((params, optimizer), minibatch) -> ((params, optimizer), metrics)``.
-    """
-    transform = gradient_transform(config, hyper)
-
-    def loss_fn(params, batch: Batch):
-        policy, value = network.apply(params, batch.observation)
-        log_ratio = ratios.sanitized_log_ratio(
-            policy.log_prob(batch.action), batch.log_prob, batch.is_valid
-        )
-        advantage = batch.advantage
-        if config.normalize_advantage == "minibatch":
-            advantage = ratios.standardize(
-                advantage, batch.is_valid, axis_name=axis_name
-            )
-        surrogate = clip_ppo.clipped_surrogate(
-            log_ratio, advantage, clip_epsilon=hyper.clip_epsilon
-        )
-        clipped = clip_ppo.is_clipped(log_ratio, clip_epsilon=hyper.clip_epsilon)
-        mean = ratios.share_of_mean(batch.is_valid, axis_name=axis_name)
-        metrics = {
-            "policy_loss": -mean(surrogate),
-            "value_loss": mean(clip_ppo.value_loss(value, batch.target)),
-            "entropy": mean(policy.entropy()),
-            "kl": mean(ratios.kl_k3(log_ratio)),
-            "clip_fraction": mean(clipped),
-        }
-        loss = (
-            metrics["policy_loss"]
-            + hyper.value_coef * metrics["value_loss"]
-            - hyper.entropy_coef * metrics["entropy"]
-        )
-        return loss, metrics | {"loss": loss}
-
-    def step(carry, batch: Batch):
-        params, optimizer = carry
-        gradient, metrics = jax.grad(loss_fn, has_aux=True)(params, batch)
-        if axis_name is not None:
-            gradient, metrics = jax.lax.psum((gradient, metrics), axis_name)
-        metrics["grad_norm"] = optax.global_norm(gradient)
-        direction, optimizer = transform.update(gradient, optimizer)
-        params = jax.tree.map(lambda p, d: p - learning_rate * d, params, direction)
-        return (params, optimizer), metrics
-
-    return step
-
-
-def gradient_transform(
-    config: PPOConfig, hyper: Hyper
-) -> optax.GradientTransformation:
-    """From a gradient to a direction of unit step size; its limit may be traced.
-
-    Args:
-      config: names the optimiser.
+      config: names it.
       hyper: gives the longest gradient.
     """
-    scale = (
-        optax.scale_by_adam(eps=config.adam_epsilon)
-        if config.optimizer == "adam"
-        else optax.identity()
+    return gradient.gradient_transform(
+        config.optimizer,
+        max_grad_norm=hyper.max_grad_norm,
+        adam_epsilon=config.adam_epsilon,
     )
-    return optax.chain(optax.clip_by_global_norm(hyper.max_grad_norm), scale)
-
-
-def annealed_learning_rate(learner: PPOState, rows: int) -> Float[Array, ""]:
-    """Step size after some updates, linear in env steps down to its final fraction.
-
-    Args:
-      learner: gives the number of updates and the ends of the line.
-      rows: env steps of one update, over all devices.
-    """
-    hyper = learner.hyper
-    done = learner.update.astype(jnp.float32) * (rows / hyper.total_env_steps)
-    fall = 1.0 - hyper.final_learning_rate_fraction
-    return hyper.learning_rate * (1.0 - fall * jnp.clip(done, 0.0, 1.0))
-
-
-def split_evenly(minibatch_size: int, rows: int, devices: int) -> int:
-    """The number of minibatches of a batch.
-
-    Args:
-      minibatch_size: rows of one gradient step, over all devices.
-      rows: rows of the batch on one device.
-      devices: how many there are.
-
-    Raises:
-      ValueError: if either does not divide.
-    """
-    if minibatch_size % devices or (rows * devices) % minibatch_size:
-        raise ValueError(
-            f"minibatch_size {minibatch_size} must be a multiple of {devices} learner "
-            f"devices and divide the batch of {rows * devices} rows "
-            "(num_envs x rollout_steps x actors)."
-        )
-    return rows * devices // minibatch_size
-
-
-def axis_size(axis_name: str | None) -> int:
-    """Number of devices on the axis; 1 without one.
-
-    Args:
-      axis_name: the device axis, if any.
-    """
-    return 1 if axis_name is None else jax.lax.axis_size(axis_name)

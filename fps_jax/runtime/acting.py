@@ -156,6 +156,10 @@ class Exchange:
             self.error = self.error or error
             self._changed.notify_all()
 
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopped
+
     def _wait(self, is_ready, what: str, is_interrupted=lambda: False) -> None:
         """Waits for a condition; signals interrupt only the main thread's waits."""
         limit = time.monotonic() + self._time_limit_s
@@ -179,7 +183,7 @@ class Actor:
         act: Callable[..., Any],
         key: jax.Array,
         *,
-        device: jax.Device,
+        device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
         rollout_steps: int,
         masks_nonfinite: bool = False,
     ):
@@ -219,7 +223,16 @@ class Actor:
         return self._carry
 
     def restore(self, carry: ActorCarry) -> None:
-        """Goes back to where a carry says; needs a `RestorableEnv`."""
+        """Goes back to where a carry says.
+
+        Args:
+          carry: what `carry` or a segment gave.
+
+        Raises:
+          TypeError: if the environments are no `RestorableEnv`.
+        """
+        if not isinstance(self._env, RestorableEnv):
+            raise TypeError(f"{self._env.spec.env_id} cannot be restored.")
         self._env.set_state(carry.env_state)
         self._carry = carry
 
@@ -227,7 +240,14 @@ class Actor:
         """Frees its environments."""
         self._env.close()
 
-    def rollout(self, params: Any, *, rollout: int, version: int) -> Segment:
+    def rollout(
+        self,
+        params: Any,
+        *,
+        rollout: int,
+        version: int,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> Segment:
         """Steps the environments T times.
 
         Args:
@@ -235,18 +255,25 @@ class Actor:
           rollout: its number k; with t it counts the acts, so that a resumed run
             draws the same random numbers.
           version: of the parameters.
+          is_stopped: asked at every step; True ends the rollout, and the actor for
+            good: its environments have gone on from its carry.
 
         Raises:
           NonFiniteError: if an environment returned a NaN or an infinity.
+          Stopped: if it was stopped.
         """
         timers = Timers()
         observation, returns, lengths, _ = self.carry()
         returns, lengths = returns.copy(), lengths.copy()
         rows, observations, episodes = [], [observation], []
         for t in range(self._rollout_steps):
+            if is_stopped():
+                raise Stopped(f"stopped in rollout {rollout}.")
             clock = time.perf_counter()
             count = np.uint32((rollout * self._rollout_steps + t) % 2**32)
-            on_device = jax.device_put((observation, count), self.device)
+            # A NaN here would come back as a NaN action; `_check_finite` has the say.
+            seen = _zeroed(observation)
+            on_device = jax.device_put((seen, count), self.device)
             timers.add("transfer", -clock + (clock := time.perf_counter()))
             action, behaviour = self._act(params, on_device[0], self._key, on_device[1])
             action, behaviour = jax.device_get((action, behaviour))
@@ -256,8 +283,6 @@ class Actor:
             rows.append((action, behaviour, step))
             observation = step.observation
             observations.append(observation)
-            if self._masks_nonfinite:
-                observation = _zeroed(observation)
             episodes += _count_episodes(step, returns, lengths)
         trajectory = _stack(rows, observations, version)
         trajectory, nonfinite = self._check_finite(trajectory)
@@ -277,7 +302,7 @@ class Actor:
 
     def _check_finite(self, trajectory: Trajectory) -> tuple[Trajectory, int]:
         """Fails on, or masks, rows that touch a NaN or an infinity."""
-        good = np.isfinite(trajectory.observation)
+        good: Any = np.isfinite(trajectory.observation)
         good = good.reshape(*good.shape[:2], -1).all(axis=2)
         good_rows = good[:-1] & good[1:] & np.isfinite(trajectory.reward)
         if good_rows.all():
@@ -288,22 +313,24 @@ class Actor:
                 f"environment {env} of {self._env.spec.env_id} returned a NaN or an "
                 f"infinity at step {t} of its rollout (on_nonfinite is 'stop')."
             )
-        trajectory = trajectory._replace(
+        masked = trajectory._replace(
             observation=_zeroed(trajectory.observation),
             reward=_zeroed(trajectory.reward),
             is_valid=trajectory.is_valid & good_rows,
         )
-        return trajectory, int((~good_rows).sum())
+        return masked, int((trajectory.is_valid & ~good_rows).sum())
 
 
-def _zeroed(x: np.ndarray) -> np.ndarray:
-    """Replaces NaNs and infinities by 0."""
+def _zeroed(x: Any) -> Any:
+    """Replaces NaNs and infinities by 0; integers have none."""
+    if x.dtype.kind != "f":
+        return x
     return np.where(np.isfinite(x), x, np.zeros((), x.dtype))
 
 
 def _count_episodes(step, returns: np.ndarray, lengths: np.ndarray) -> list[Episode]:
     """Adds a step to the running episodes; takes out those that ended with it."""
-    returns += step.reward
+    returns += _zeroed(step.reward)
     lengths += ~step.is_reset
     ended = np.flatnonzero(step.terminated | step.truncated)
     episodes = [Episode(float(returns[i]), int(lengths[i])) for i in ended]
@@ -313,17 +340,18 @@ def _count_episodes(step, returns: np.ndarray, lengths: np.ndarray) -> list[Epis
 
 def _stack(rows, observations, version: int) -> Trajectory:
     """Joins the rows of a rollout along time."""
-    actions, behaviours, steps = zip(*rows)
-    reward = np.stack([step.reward for step in steps])
+    stack = lambda trees: jax.tree.map(lambda *xs: np.stack(xs), *trees)
+    action, behaviour, step = stack(rows)
+    versions: Any = np.full_like(step.is_reset, version, np.int32)
     return Trajectory(
-        observation=np.stack(observations),
-        action=np.stack(actions),
-        reward=reward,
-        terminated=np.stack([step.terminated for step in steps]),
-        truncated=np.stack([step.truncated for step in steps]),
-        is_valid=~np.stack([step.is_reset for step in steps]),
-        behaviour={k: np.stack([b[k] for b in behaviours]) for k in behaviours[0]},
-        policy_version=np.full(reward.shape, version, np.int32),
+        observation=stack(observations),
+        action=action,
+        reward=step.reward,
+        terminated=step.terminated,
+        truncated=step.truncated,
+        is_valid=~step.is_reset,
+        behaviour=behaviour,
+        policy_version=versions,
     )
 
 
@@ -372,7 +400,12 @@ class Crew:
                 version = max(self._rollouts.start, k - self._max_lag)
                 params = self.exchange.params(version, index)
                 waited = time.perf_counter() - clock
-                segment = actor.rollout(params, rollout=k, version=version)
+                segment = actor.rollout(
+                    params,
+                    rollout=k,
+                    version=version,
+                    is_stopped=self.exchange.is_stopped,
+                )
                 segment.seconds["queue_wait"] = waited
                 self.exchange.put(index, segment)
         except Stopped:

@@ -88,7 +88,7 @@ class RestorableEnv(VectorEnv, Protocol):
     """
 
     def get_state(self) -> Any:
-        """Returns a copy of the complete state, a pytree of numpy arrays."""
+        """Returns the complete state: numpy arrays that later steps leave alone."""
         ...
 
     def set_state(self, state: Any) -> Shaped[np.ndarray, " E *observation"]:

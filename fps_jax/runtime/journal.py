@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from fps_jax.runtime.acting import Segment
+from fps_jax.runtime.acting import Episode, Segment
 from fps_jax.runtime.metrics import Sink, Timers
 from fps_jax.types import AgentState
 
@@ -58,9 +58,7 @@ class Journal:
       timers: where the learner's time goes.
     """
 
-    def __init__(
-        self, sink: Sink, past: Sequence[dict[str, Any]], num_actors: int
-    ):
+    def __init__(self, sink: Sink, past: Sequence[dict[str, Any]], num_actors: int):
         """Opens the journal.
 
         Args:
@@ -74,7 +72,7 @@ class Journal:
         self._sink = sink
         self._actors = [Timers() for _ in range(num_actors)]
         self._updates: list[Mapping[str, float]] = []
-        self._segments: list[Segment] = []
+        self._episodes: list[Episode] = []
         self._started_at = time.perf_counter()
         self._env_steps = 0
         self._nonfinite_rows = 0
@@ -90,10 +88,11 @@ class Journal:
           lag: versions between the acting and the learning policy.
         """
         self._updates.append({**update, "lag": lag})
-        self._segments += segments
         self._env_steps += int(update["env_steps"])
         self._nonfinite_rows += sum(s.nonfinite for s in segments)
-        self.recent_returns.extend(e.total_reward for s in segments for e in s.episodes)
+        episodes = [e for s in segments for e in s.episodes]
+        self._episodes += episodes
+        self.recent_returns.extend(e.total_reward for e in episodes)
         for timers, segment in zip(self._actors, segments, strict=True):
             for name, seconds in segment.seconds.items():
                 timers.add(name, seconds)
@@ -118,7 +117,7 @@ class Journal:
         record["nonfinite_rows"] = self._nonfinite_rows
         for thread, seconds in self.seconds().items():
             record |= {f"seconds/{thread}/{k}": v for k, v in seconds.items()}
-        self._updates, self._segments = [], []
+        self._updates, self._episodes = [], []
         self.records.append({"env_steps": env_steps, **record})
         self._sink.write(env_steps, record)
 
@@ -154,11 +153,10 @@ class Journal:
         return float(np.mean(returns)) if returns else math.nan
 
     def _episode_means(self) -> dict[str, float]:
-        episodes = [e for s in self._segments for e in s.episodes]
-        if not episodes:
+        if not self._episodes:
             return {}
         return {
-            "train/return": float(np.mean([e.total_reward for e in episodes])),
-            "train/length": float(np.mean([e.length for e in episodes])),
-            "train/episodes": len(episodes),
+            "train/return": float(np.mean([e.total_reward for e in self._episodes])),
+            "train/length": float(np.mean([e.length for e in self._episodes])),
+            "train/episodes": len(self._episodes),
         }

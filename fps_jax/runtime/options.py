@@ -1,7 +1,10 @@
 """The options of a training run, whichever agent it trains."""
 
 import dataclasses
+import math
 from typing import Literal
+
+from fps_jax import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,36 +81,16 @@ class TrainConfig:
 
     def __post_init__(self):
         """Refuses options that are out of range."""
-        for name, low in (
-            ("seed", 0),
-            ("total_env_steps", 1),
-            ("num_envs", 1),
-            ("rollout_steps", 1),
-            ("num_actors", 1),
-            ("max_lag", 0),
-            ("env_threads", 1),
-            ("max_episode_steps", 1),
-            ("learner_devices", 1),
-            ("eval_every", 0),
-            ("eval_episodes", 0),
-            ("log_every", 0),
-            ("checkpoint_every", 0),
-            ("keep_checkpoints", 1),
-            ("resume_step", 0),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ValueError(f"{name} {value} must be at least {low}.")
-        if not self.stall_limit_s > 0:
-            raise ValueError(f"stall_limit_s {self.stall_limit_s} must be above 0.")
-        for name, choices in (
-            ("mapping", ("pmap", "shard_map")),
-            ("on_nonfinite", ("stop", "mask")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name} {getattr(self, name)!r} is not one of {choices}."
-                )
+        at_least_0 = "seed", "max_lag", "eval_every", "eval_episodes", "log_every"
+        checks.in_range(self, 0, math.inf, *at_least_0, "checkpoint_every")
+        checks.in_range(self, 0, math.inf, "resume_step", "process_id")
+        counts = "total_env_steps", "num_envs", "rollout_steps", "num_actors"
+        checks.in_range(self, 1, math.inf, *counts, "keep_checkpoints")
+        limits = "env_threads", "max_episode_steps", "learner_devices", "num_processes"
+        checks.in_range(self, 1, math.inf, *limits)
+        checks.in_range(self, 0, math.inf, "stall_limit_s", is_open=True)
+        checks.one_of(self, ("pmap", "shard_map"), "mapping")
+        checks.one_of(self, ("stop", "mask"), "on_nonfinite")
         if self.resume_step is not None and not self.resume:
             raise ValueError(f"resume_step {self.resume_step} needs resume.")
         if self.resume and self.directory is None:

@@ -20,7 +20,9 @@ Backend = Literal["pmap", "shard_map"]
 Update = Callable[[AgentState, Trajectory], tuple[AgentState, Metrics]]
 
 
-def learner_mesh(devices: Sequence[jax.Device]) -> Mesh:
+def learner_mesh(
+    devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+) -> Mesh:
     """Lays the learner's devices, of all hosts, on one axis.
 
     Args:
@@ -61,12 +63,19 @@ def _map_data(put: Callable[[np.ndarray], Any], tree: Any) -> Any:
     """Maps over host arrays; a typed key goes as its data and comes out as a key."""
 
     def one(x):
-        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return put(np.asarray(x))
-        data = put(np.asarray(jax.random.key_data(x)))
+        if not _is_key(x):
+            return put(jax.device_get(x))
+        data = put(jax.device_get(jax.random.key_data(x)))
+        if isinstance(data, np.ndarray):
+            # A key lives on a device: wrapping would move it there unasked.
+            data = jax.device_put(data)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
     return jax.tree.map(one, tree)
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def shard_environments(trajectories: Sequence[Trajectory], parts: int) -> Trajectory:
@@ -80,10 +89,10 @@ def shard_environments(trajectories: Sequence[Trajectory], parts: int) -> Trajec
       ``[D, T, E / D, ...]``.
     """
 
-    def join(*xs):
-        x = np.concatenate(xs, axis=1) if len(xs) > 1 else xs[0]
-        length, envs, *rest = x.shape
-        return np.moveaxis(x.reshape(length, parts, envs // parts, *rest), 1, 0)
+    def join(*xs: Any):
+        x = xs[0] if len(xs) == 1 else np.concatenate(xs, axis=1)
+        shape = len(x), parts, x.shape[1] // parts, *x.shape[2:]
+        return np.moveaxis(x.reshape(shape), 1, 0)
 
     return jax.tree.map(join, *trajectories)
 
@@ -96,7 +105,10 @@ def first_replica(tree: Any) -> Any:
     Args:
       tree: replicated arrays.
     """
-    return jax.tree.map(lambda x: x.addressable_shards[0].data, tree)
+    first = jax.tree.map(lambda x: x.addressable_shards[0].data, tree)
+    # On a mesh of one device these come with its sharding or without, as pmap or we
+    # made them: what takes both would be compiled twice.
+    return jax.device_put(first, jax.tree.leaves(tree)[0].addressable_shards[0].device)
 
 
 def read(tree: Any) -> Any:
@@ -117,7 +129,8 @@ def read_state(state: AgentState) -> AgentState:
 
     def parts(x):
         shards = sorted(x.addressable_shards, key=lambda part: part.index[0].start or 0)
-        return np.concatenate([np.asarray(part.data) for part in shards])
+        pieces = [_map_data(np.array, part.data) for part in shards]
+        return (jnp if _is_key(x) else np).concatenate(pieces)
 
     return AgentState(read(state.learner), jax.tree.map(parts, state.local))
 
@@ -142,9 +155,7 @@ def init_state(agent: Agent, key: jax.Array, mesh: Mesh) -> AgentState:
     """
     state = jax.device_get(jax.jit(agent.init)(key))
     copies = lambda x: np.broadcast_to(x, (mesh.local_mesh.size, *x.shape))
-    return place_state(
-        AgentState(state.learner, jax.tree.map(copies, state.local)), mesh
-    )
+    return place_state(AgentState(state.learner, _map_data(copies, state.local)), mesh)
 
 
 def parallelize(agent: Agent, mesh: Mesh, *, backend: Backend = "pmap") -> Update:

@@ -85,7 +85,7 @@ def check(
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(agent.init, key)
     params = jax.eval_shape(program.actor_params, state.learner, key)
-    typed = jax.ShapeDtypeStruct
+    typed: Any = jax.ShapeDtypeStruct
     observation = typed((num_envs, *spec.observation_shape), spec.observation_dtype)
     count = typed((), jnp.uint32)
     row = jax.eval_shape(program.act, params, observation, key, count)

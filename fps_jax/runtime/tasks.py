@@ -76,7 +76,7 @@ def read_task(
         observation_shape=shape,
         observation_dtype=dtype,
         action=action,
-        max_episode_steps=limit if 0 < limit < np.iinfo(np.int32).max else None,
+        max_episode_steps=limit if limit < np.iinfo(np.int32).max else None,
     )
     return Task(spec, action_dtype, options)
 
@@ -102,18 +102,17 @@ def _action_space(
     env_id: str, arrays: dict[str, Any]
 ) -> tuple[Discrete | Continuous, np.dtype]:
     """Reads the action space, and the dtype of an action as EnvPool takes it."""
-    *_, action = arrays.values()
+    *_, action = arrays.values()  # After the arrays that number the rows.
     dtype = np.dtype(action.dtype)
     shape = [size for size in action.shape if size != -1]
-    if len(arrays) == 3:  # One action, beside two arrays that number the rows.
-        if dtype.kind == "i" and not shape and action.minimum == 0:
-            return Discrete(int(action.maximum) + 1), dtype
-        if dtype.kind == "f" and len(shape) == 1:
-            low = np.broadcast_to(action.minimum, shape)
-            high = np.broadcast_to(action.maximum, shape)
-            # EnvPool writes the largest number of a dtype for "no bound".
-            if max(abs(low).max(), abs(high).max()) < np.finfo(np.float32).max:
-                return Continuous(tuple(low.tolist()), tuple(high.tolist())), dtype
+    if dtype.kind == "i" and not shape and action.minimum == 0:
+        return Discrete(int(action.maximum) + 1), dtype
+    if dtype.kind == "f" and len(shape) == 1:
+        low = np.broadcast_to(action.minimum, shape)
+        high = np.broadcast_to(action.maximum, shape)
+        # EnvPool writes the largest number of a dtype for "no bound".
+        if max(abs(low).max(), abs(high).max()) < np.finfo(np.float32).max:
+            return Continuous(tuple(low.tolist()), tuple(high.tolist())), dtype
     raise ValueError(
         f"{env_id}: actions {action} are not supported; they must be one integer from "
         "0 or one vector with finite bounds."

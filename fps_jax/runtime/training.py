@@ -1,5 +1,6 @@
 """Trains any agent: one loop for all of them, which knows none by name."""
 
+import contextlib
 import dataclasses
 import datetime
 import math
@@ -13,12 +14,12 @@ from fps_jax.runtime import envs, metrics, parallel, runs
 from fps_jax.runtime.acting import Actor, Crew, NonFiniteError, Segment, Stopped
 from fps_jax.runtime.checkpoints import Checkpoints, open_checkpoints
 from fps_jax.runtime.evaluation import evaluate
-from fps_jax.runtime.interrupts import Interrupt, interrupts
+from fps_jax.runtime.interrupts import Interrupt, interrupts, watched
 from fps_jax.runtime.journal import History, Journal
 from fps_jax.runtime.options import TrainConfig
 from fps_jax.runtime.program import check, compile_agent
 from fps_jax.runtime.progress import progress, summary_table
-from fps_jax.types import AgentConfig, AgentState
+from fps_jax.types import AgentConfig
 
 # Independent streams of random numbers, each folded into the root key of a run.
 _INIT, _ACT, _PUBLISH, _EVALUATE = range(4)
@@ -81,7 +82,7 @@ class Run:
         self._make_env = make_env
         self._root = jax.random.key(config.seed)
         self.update = self.env_steps = 0
-        self.is_whole = True  # False while the state is donated, or if it is not finite
+        self.is_whole = True  # False within an update, and if it is not finite.
 
         place = config.directory or "", config.env, agent_config.name, config.seed
         self.directory = runs.find_latest_run(*place) if config.resume else None
@@ -94,6 +95,12 @@ class Run:
         agent = agent_config.make(spec, total_env_steps=config.total_env_steps)
         self.program = compile_agent(agent, mesh, mapping=config.mapping)
         envs_here = config.num_actors * config.num_envs
+        devices_here = mesh.local_mesh.size
+        if envs_here % devices_here:
+            raise ValueError(
+                f"num_actors {config.num_actors} x num_envs {config.num_envs} is not a "
+                f"multiple of the {devices_here} learner_devices of a host."
+            )
         check(
             self.program,
             agent,
@@ -105,7 +112,9 @@ class Run:
         self.num_updates = math.ceil(config.total_env_steps / steps)
         self.state = self.program.init(self._key(_INIT))
         self.actors = [self._make_actor(i) for i in range(config.num_actors)]
-        self._carries = [a.carry() for a in self.actors if a.is_restorable]
+        # Of several hosts only the first writes, and it knows only its own actors.
+        restorable = self.actors if jax.process_count() == 1 else []
+        self._carries = [a.carry() for a in restorable if a.is_restorable]
 
         if checkpoint is not None:
             self._restore(checkpoint, meta)
@@ -147,23 +156,25 @@ class Run:
             stall_limit_s=config.stall_limit_s,
         )
         try:
-            with progress(
-                config.total_env_steps,
-                enabled=config.show_progress and jax.process_index() == 0,
-            ) as bar:
+            with (
+                progress(
+                    config.total_env_steps,
+                    enabled=config.show_progress and jax.process_index() == 0,
+                ) as bar,
+                contextlib.suppress(Stopped),  # A signal ended a wait for the actors.
+            ):
                 self._publish(crew)
                 while self.update < self.num_updates and not interrupt.is_requested():
                     self._iterate(crew, interrupt, bar.update)
-        except Stopped:
-            pass  # A signal came while the learner waited for the actors.
+            if interrupt.is_requested():
+                # Saved before the actors are waited for: they may hang.
+                self._save()
+                raise interrupt.error()
         except BaseException as error:
-            crew.stop()
             self._save_after(error)
             raise
-        crew.stop()
-        if interrupt.is_requested():
-            self._save()
-            raise interrupt.error()
+        finally:
+            crew.stop(join_limit_s=3.0)
 
     def _iterate(self, crew: Crew, interrupt: Interrupt, show) -> None:
         """One update: take, learn, publish, then tell and save what is due."""
@@ -189,11 +200,11 @@ class Run:
         with timers("learn"):
             values = {k: v.item() for k, v in parallel.read(metrics_).items()}
         self._check_finite(values)
-        self.is_whole = True
         before, self.env_steps = self.env_steps, self.env_steps + values["env_steps"]
         if self._carries:
             self._carries = [segment.carry for segment in segments]
         self.journal.add(values, segments, lag=lag)
+        self.is_whole = True
         self._tell(before, interrupt)
         show(
             self.env_steps,
@@ -227,15 +238,14 @@ class Run:
     def _tell(self, before: int, interrupt: Interrupt) -> None:
         """Evaluates, records and saves what is due after an update."""
         config, is_last = self.config, self.update == self.num_updates
-        is_due = lambda every: is_last or (
-            every > 0 and self.env_steps // every > before // every
+        is_due = lambda every: (
+            is_last or (every > 0 and self.env_steps // every > before // every)
         )
         extra: dict[str, float] = {}
         if config.eval_episodes and is_due(config.eval_every):
             extra = self._evaluate(interrupt)
-        if extra or is_last or is_due(config.log_every) or config.log_every == 0:
-            if jax.process_index() == 0:
-                self.journal.write(self.env_steps, extra)
+        if extra or config.log_every == 0 or is_due(config.log_every):
+            self.journal.write(self.env_steps, extra)
         if is_due(config.checkpoint_every):
             self._save()
 
@@ -244,14 +254,21 @@ class Run:
             return {}
         with self.journal.timers("evaluate"):
             view = parallel.first_replica(self.state.learner)
-            evaluation = evaluate(
-                self.program.act_greedily,
-                self.program.actor_params(view, None),
-                self._eval_env,
-                self._key(_EVALUATE, self.update),
-                is_interrupted=interrupt.is_requested,
+            params = self.program.actor_params(view, None)
+            key = self._key(_EVALUATE, self.update)
+            evaluation = watched(
+                lambda is_interrupted: evaluate(
+                    self.program.act_greedily,
+                    params,
+                    self._eval_env,
+                    key,
+                    is_interrupted=is_interrupted,
+                ),
+                interrupt,
+                name="an evaluation",
+                stall_limit_s=self.config.stall_limit_s,
             )
-        return {} if interrupt.is_requested() else evaluation.metrics()
+        return {} if evaluation is None else evaluation.metrics()
 
     # ----------------------------------------------------------------- what lasts
 
@@ -265,9 +282,11 @@ class Run:
 
     def _find_checkpoint(self) -> tuple[int | None, dict[str, Any]]:
         """The checkpoint to go on with, and what it says of its run."""
-        if self.checkpoints is None:
-            return None, {}
         step = self.config.resume_step
+        if self.checkpoints is None:
+            if step is not None:
+                raise ValueError(f"resume_step {step}: there is no run to resume.")
+            return None, {}
         step = self.checkpoints.latest() if step is None else step
         return step, ({} if step is None else self.checkpoints.meta(step))
 
@@ -288,6 +307,9 @@ class Run:
         """Saves a checkpoint, unless this update has one."""
         if self.checkpoints is None or self.checkpoints.latest() == self.update:
             return
+        if self.update and self.journal.latest("env_steps") != self.env_steps:
+            # A resumed run would know nothing of what no record holds.
+            self.journal.write(self.env_steps, {})
         meta = {
             "update": self.update,
             "env_steps": self.env_steps,
@@ -316,7 +338,9 @@ class Run:
         config = self.config
         if self.directory is None or jax.process_index() != 0:
             return metrics.fan_out([]), []
-        written = dataclasses.asdict(config) | {"agent": dataclasses.asdict(agent_config)}
+        written = dataclasses.asdict(config) | {
+            "agent": dataclasses.asdict(agent_config)
+        }
         runs.write_config(self.directory / "config.json", written)
         path, resume_at = self.directory / "metrics.jsonl", self.env_steps
         sinks = [metrics.jsonl_sink(path, resume_at=resume_at)]
@@ -342,7 +366,9 @@ class Run:
             summary=summary_table(
                 env_steps=journal.env_steps(),
                 wall_s=journal.wall_s(),
-                episode_return=journal.recent_return() if math.isnan(latest) else latest,
+                episode_return=journal.recent_return()
+                if math.isnan(latest)
+                else latest,
                 threads=journal.seconds(),
             ),
         )
@@ -405,7 +431,9 @@ def _learner_devices(per_host: int | None) -> list[jax.Device]:
     """
     have = jax.local_device_count()
     if per_host is not None and per_host > have:
-        raise ValueError(f"learner_devices {per_host} is more than the {have} there are.")
+        raise ValueError(
+            f"learner_devices {per_host} is more than the {have} there are."
+        )
     devices = []
     for host in range(jax.process_count()):
         here = [d for d in jax.devices() if d.process_index == host]

@@ -7,8 +7,8 @@ from typing import Any
 
 def in_range(
     options: Any,
-    low: float = -math.inf,
-    high: float = math.inf,
+    low: int | float = -math.inf,
+    high: int | float = math.inf,
     *names: str,
     is_open: bool = False,
 ) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints: whole or not at all, checked before use, and kept by two rules."""
 
+import contextlib
 import errno
 import json
 import os
@@ -78,14 +79,25 @@ def array_files(checkpoints, step):
     return sorted(files, key=lambda f: f.stat().st_size)
 
 
-def run_python(script, *arguments):
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        cwd=Path(__file__).parents[1],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def run_python():
+    """Starts scripts, and ends with the test what is still running."""
+    with contextlib.ExitStack() as stack:
+
+        def start(script, *arguments):
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", script, *map(str, arguments)],
+                    cwd=Path(__file__).parents[1],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            stack.callback(process.kill)
+            return process
+
+        yield start
 
 
 @pytest.mark.parametrize("as_target", ["arrays", "types"])
@@ -265,7 +277,7 @@ except OSError as error:
 """
 
 
-def test_what_the_file_system_refuses_inside_orbax_is_an_os_error(tmp_path):
+def test_what_the_file_system_refuses_inside_orbax_is_an_os_error(tmp_path, run_python):
     process = run_python(FILE_SIZE_LIMIT, tmp_path)
     said, _ = process.communicate(timeout=60)
     assert said.startswith(f"{errno.EFBIG} ")
@@ -288,7 +300,7 @@ opened.save(2, {"w": np.ones(9)}, meta={"n": 2})
 """
 
 
-def test_a_killed_save_leaves_the_earlier_checkpoint_and_rubbish(tmp_path):
+def test_a_killed_save_leaves_the_earlier_checkpoint_and_rubbish(tmp_path, run_python):
     stages = ["write_manifest", "sync_tree"]
     processes = [run_python(KILLED, tmp_path / stage, stage) for stage in stages]
     for stage, process in zip(stages, processes, strict=True):
@@ -500,7 +512,9 @@ sys.stdout.write(f"{jax.process_count()} {meta}")
 """
 
 
-def test_of_two_processes_one_writes_without_the_other_and_both_read(tmp_path):
+def test_of_two_processes_one_writes_without_the_other_and_both_read(
+    tmp_path, run_python
+):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from typing import Any, NamedTuple
+import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,23 +110,6 @@ def test_several_devices_learn_what_one_learns(ppo, alone, devices, backend):
 
 
 @on_both_backends
-def test_every_function_is_compiled_once(ppo, backend):
-    for devices in (1, 4):
-        program = compile_agent(ppo, make_mesh(devices), mapping=backend)
-        state = program.init(jax.random.key(1))
-        key = jax.random.key(2)
-        for count in range(3):
-            view = parallel.first_replica(state.learner)
-            params = program.actor_params(view, key)
-            observation = BATCHES[0].observation[count]
-            program.act(params, observation, key, np.uint32(count))
-            state, _ = program.learn(state, place(BATCHES[count], program.mesh))
-            jax.block_until_ready(state)
-        for function in (program.learn, program.actor_params, program.act):
-            assert function._cache_size() == 1
-
-
-@on_both_backends
 def test_published_parameters_outlive_the_donated_state(ppo, backend):
     program = compiled_program(ppo, 4, backend)
     state = program.init(jax.random.key(1))
@@ -227,11 +211,11 @@ def toy_update(state, trajectory, *, axis_name=None):
     return AgentState(shared._replace(rows=total), own), {}
 
 
-def no_function(*args: Any) -> Any:
-    raise AssertionError("not called")
+def toy_act(params, observation, key, *, explore):
+    return jax.random.randint(key, observation.shape[:1], 0, 3), {"rows": params.rows}
 
 
-TOY = Agent(toy_init, no_function, no_function, toy_update)
+TOY = Agent(toy_init, lambda learner, key: learner, toy_act, toy_update)
 
 
 @on_every_machine
@@ -283,6 +267,22 @@ def test_a_state_comes_back_from_the_host_as_it_was(devices):
     state, _ = learn(state, place(BATCHES[1], mesh))
     jax.block_until_ready(state)
     assert_trees_all_equal(parallel.read_state(again), parallel.read_state(state))
+
+
+@on_every_machine
+def test_every_function_is_compiled_once(devices, backend, caplog):
+    program = compile_agent(TOY, make_mesh(devices), mapping=backend)
+    state = program.init(jax.random.key(3))
+    key = jax.random.key(4)
+    with jax.log_compiles():
+        for count in range(3):
+            params = program.actor_params(parallel.first_replica(state.learner), key)
+            observation = BATCHES[0].observation[count]
+            program.act(params, observation, key, np.uint32(count))
+            state, _ = program.learn(state, place(BATCHES[count], program.mesh))
+            jax.block_until_ready(state)
+    compiled = re.findall(r"Finished XLA compilation of (\S+)", caplog.text)
+    assert len(compiled) == len(set(compiled)) == 3
 
 
 def test_an_unknown_backend_is_refused():

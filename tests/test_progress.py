@@ -57,14 +57,24 @@ def test_what_is_not_known_yet_is_a_dash():
     assert line == "0/10 (0%)  0 steps/s  return -  lag -  - left"
 
 
-def test_without_a_terminal_a_line_comes_every_few_seconds_and_at_the_end(clock):
+@pytest.mark.parametrize(("last", "said"), [(11, [1, 6, 11]), (12, [1, 6, 11, 12])])
+def test_without_a_terminal_a_line_comes_every_few_seconds_and_at_the_end(
+    clock, last, said
+):
     stream = io.StringIO()
     with progress(1000, stream=stream, every_s=5.0) as reporter:
-        for step in range(1, 13):
+        for step in range(1, last + 1):
             reporter.update(step, 1.0, 0.0, 0.0)
             clock[0] += 1.0
     lines = stream.getvalue().splitlines()
-    assert [line.split("/")[0] for line in lines] == ["1", "6", "11", "12"]
+    assert [int(line.split("/")[0]) for line in lines] == said
+
+
+def test_a_line_does_not_wait_in_a_buffer():
+    file = io.BytesIO()
+    with progress(10, stream=io.TextIOWrapper(file)) as reporter:
+        reporter.update(3, 1.0, 2.0, 0.0)
+        assert file.getvalue().decode() == f"{Status(3, 10, 1.0, 2.0, 0.0)}\n"
 
 
 def interrupted_run(stream):
@@ -107,8 +117,11 @@ def test_a_terminal_gets_a_bar_that_ends_at_the_last_status(clock):
     frames = [f for f in re.split(r"[\r\n]+", plain) if "steps/s" in f]
     assert frames[-1].rstrip().endswith(str(Status(1000, 1000, 100.0, 1.5, 1.0)))
     assert len(frames) < 11  # Not every update is worth a redraw.
-    # The bar's blocks are as many as the width leaves, all of them at the end.
-    assert len(frames[-1].rstrip()) <= 100
+    # The bar moves, and fills what the text leaves of the width.
+    assert "╸" in text
+    assert "╸" not in frames[-1]
+    assert frames[-1].count("━") == 100 - len(frames[-1].replace("━", ""))
+    assert frames[-1].count("━") > 15
     assert text.endswith("\x1b[?25h")
 
 

@@ -28,6 +28,7 @@ def test_a_run_has_a_new_folder_of_its_own(tmp_path):
     ]
     assert others[0].name == "20260102-120000_s3_2"
     assert len({first, *others}) == 12
+    assert find_latest_run(tmp_path, "CartPole-v1", "dfps", 3) == others[-1]
     assert all(path.is_dir() and not list(path.iterdir()) for path in [first, *others])
 
 
@@ -54,13 +55,14 @@ def test_the_latest_run_is_the_one_that_started_last(tmp_path):
     rng = np.random.default_rng(0)
     started = {}
     for _ in range(60):
-        seed, minutes = int(rng.integers(1, 12)), int(rng.integers(0, 5))
+        seed, minutes = int(rng.integers(1, 12)), int(rng.integers(0, 20))
         time = NOON + datetime.timedelta(minutes=minutes)
         path = run_directory(tmp_path, "ALE/Pong-v5", "dqn", seed, time)
         count = sum(s == seed and m == minutes for s, m, _ in started)
         started[seed, minutes, count] = path
     run_directory(tmp_path, "ALE/Pong-v5", "ppo", 1, NOON + datetime.timedelta(days=9))
-    (tmp_path / "ALE%2FPong-v5" / "dqn" / "zzz_s1").mkdir()
+    for other in ("zzz_s1", "20270101-000000_s1x", "x20270101-000000_s1"):
+        (tmp_path / "ALE%2FPong-v5" / "dqn" / other).mkdir()
     for seed in range(1, 13):
         of_seed = [key for key in started if key[0] == seed]
         expected = started[max(of_seed)] if of_seed else None

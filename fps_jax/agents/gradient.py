@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from fps_jax.types import Metrics
 
@@ -57,8 +57,10 @@ def gradient_step(
         gradient, metrics = jax.grad(loss_fn, has_aux=True)(params, minibatch)
         if axis_name is not None:
             gradient, metrics = jax.lax.psum((gradient, metrics), axis_name)
-        metrics["grad_norm"] = optax.global_norm(gradient)
-        direction, optimizer = transform.update(gradient, optimizer)
+        metrics["grad_norm"] = optax.tree.norm(gradient)
+        # Optax mixes counts and floats, which strict JAX refuses.
+        with jax.numpy_dtype_promotion("standard"):
+            direction, optimizer = transform.update(gradient, optimizer)
         params = jax.tree.map(lambda p, d: p - learning_rate * d, params, direction)
         return (params, optimizer), metrics
 
@@ -90,14 +92,16 @@ def minibatch_epochs(
       The new carry, and the mean of each metric over all steps.
     """
 
-    def one_epoch(carry: Carry, key: Key[Array, ""]):
+    def one_epoch(carry: Carry, epoch: Int[Array, ""]):
         batch = batch_of(carry[0])
-        order = jax.random.permutation(key, rows).reshape(num_minibatches, -1)
+        key_order = jax.random.fold_in(key, epoch)
+        order = jax.random.permutation(key_order, rows).reshape(num_minibatches, -1)
         take = lambda index: jax.tree.map(lambda x: x[index], batch)
         return jax.lax.scan(lambda c, index: step(c, take(index)), carry, order)
 
-    keys = jax.random.split(key, num_epochs)
-    carry, metrics = jax.lax.scan(one_epoch, carry, keys)
+    # Folded and not split: JAX's check of keys takes a scan over split keys, once
+    # vmapped, for their second use.
+    carry, metrics = jax.lax.scan(one_epoch, carry, jnp.arange(num_epochs))
     return carry, jax.tree.map(jnp.mean, metrics)
 
 

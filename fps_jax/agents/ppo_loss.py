@@ -26,7 +26,7 @@ def advantages_and_targets(
     network: ActorCritic,
     params: Any,
     trajectory: Trajectory,
-    observation: Shaped[Array, "T+1 E *observation"],
+    observation: Shaped[Array, "rows E *observation"],
     *,
     scale: Float[Array, ""],
     hyper: Any,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from fps_jax.types import Agent, AgentState, Metrics, Trajectory
 
@@ -105,10 +105,15 @@ def first_replica(tree: Any) -> Any:
     Args:
       tree: replicated arrays.
     """
-    first = jax.tree.map(lambda x: x.addressable_shards[0].data, tree)
-    # On a mesh of one device these come with its sharding or without, as pmap or we
-    # made them: what takes both would be compiled twice.
-    return jax.device_put(first, jax.tree.leaves(tree)[0].addressable_shards[0].device)
+
+    def first(x):
+        part = x.addressable_shards[0]
+        # On a mesh of one device the part's type names that mesh, or does not, as pmap
+        # or we made it: what takes both would be compiled twice.
+        alone = SingleDeviceSharding(part.device)
+        return jax.make_array_from_single_device_arrays(x.shape, alone, [part.data])
+
+    return jax.tree.map(first, tree)
 
 
 def read(tree: Any) -> Any:

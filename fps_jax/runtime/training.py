@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from fps_jax.runtime import envs, metrics, parallel, runs
 from fps_jax.runtime.acting import Actor, Crew, NonFiniteError, Segment, Stopped
@@ -76,7 +77,12 @@ class Run:
         """
         if config.distributed and not jax.distributed.is_initialized():
             jax.distributed.initialize(
-                config.coordinator_address, config.num_processes, config.process_id
+                config.coordinator_address,
+                config.num_processes,
+                config.process_id,
+                # At their end all hosts meet in `train`; a host that fails must not
+                # wait five minutes for the others to do the same.
+                shutdown_timeout_seconds=5,
             )
         self.config = config
         self._make_env = make_env
@@ -128,6 +134,8 @@ class Run:
         try:
             with interrupts() as interrupt:
                 self._loop(interrupt)
+            if jax.process_count() > 1:  # The first may still evaluate.
+                multihost_utils.sync_global_devices("the end of training")
             return self._history()
         finally:
             self.journal.close()

@@ -90,10 +90,11 @@ def ours(options: Options, max_lag: int) -> dict[str, float]:
 
 def sb3(options: Options, vec_env: str) -> dict[str, float]:
     """Stable-Baselines3's PPO."""
-    from stable_baselines3 import PPO
-    from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
+    # Of the extra `bench` alone.
+    from stable_baselines3 import PPO  # pyright: ignore
+    from stable_baselines3.common import vec_env as vec_envs  # pyright: ignore
+    from stable_baselines3.common.callbacks import BaseCallback  # pyright: ignore
+    from stable_baselines3.common.env_util import make_vec_env  # pyright: ignore
 
     began = time.perf_counter()
     marks = []
@@ -106,7 +107,7 @@ def sb3(options: Options, vec_env: str) -> dict[str, float]:
             if self.num_timesteps:  # The update before this rollout has ended.
                 marks.append((self.num_timesteps, time.perf_counter() - began))
 
-    cls = {"dummy": DummyVecEnv, "subproc": SubprocVecEnv}[vec_env]
+    cls = {"dummy": vec_envs.DummyVecEnv, "subproc": vec_envs.SubprocVecEnv}[vec_env]
     env = make_vec_env(TASK, NUM_ENVS, vec_env_cls=cls)
     model = PPO(
         "MlpPolicy",

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -97,7 +98,7 @@ def main(
     try:
         history = run.train()
     except (KeyboardInterrupt, SystemExit) as end:
-        code = 130 if isinstance(end, KeyboardInterrupt) else end.code
+        code = 130 if isinstance(end, KeyboardInterrupt) else 128 + signal.SIGTERM
         hint = "" if run.directory is None else "; --resume goes on"
         done = f"interrupted after {run.env_steps:,} env steps{hint}."
         print(f"{PROG}: {done}", file=sys.stderr)

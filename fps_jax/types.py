@@ -14,7 +14,7 @@ that only reset an environment.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
@@ -139,6 +139,8 @@ class Agent(NamedTuple):
 @runtime_checkable
 class AgentConfig(Protocol):
     """The options of an agent: a frozen dataclass that can build it."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def name(self) -> str:

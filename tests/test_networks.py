@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import sliding_window_view
 
 from fps_jax.models.networks import ACTIVATIONS, MLP, NatureCNN, actor_critic
 from fps_jax.types import Continuous, Discrete, EnvSpec
@@ -66,17 +67,41 @@ def test_frames_with_any_leading_axes_are_read_alike(pixels):
     np.testing.assert_allclose(value[1, 2], one[2], rtol=1e-4, atol=1e-6)
 
 
+def convolve(x, kernel, bias, stride):
+    """A convolution without padding, ``[H, W, C] -> [h, w, features]``."""
+    windows = sliding_window_view(x, kernel.shape[:2], axis=(0, 1))
+    windows = windows[::stride, ::stride]
+    return np.einsum("hwcij,ijcf->hwf", windows, kernel) + bias
+
+
+def test_the_nature_torso_is_its_layers_one_after_the_other():
+    rng = np.random.default_rng(3)
+    frames = rng.integers(0, 256, FRAMES, np.uint8)
+    draw = lambda *shape: rng.normal(size=shape) / np.prod(shape[:-1]) ** 0.5
+    layers = {}
+    for i, (size, channels, width) in enumerate([(8, 4, 32), (4, 32, 64), (3, 64, 64)]):
+        kernel, bias = draw(size, size, channels, width), draw(width)
+        layers[f"Conv_{i}"] = {"kernel": kernel, "bias": bias}
+    layers["Dense_0"] = {"kernel": draw(64, 512), "bias": draw(512)}
+
+    x = np.moveaxis(frames / 255, 0, -1)
+    for i, stride in enumerate((4, 2, 1)):
+        x = np.maximum(convolve(x, **layers[f"Conv_{i}"], stride=stride), 0)
+    x = x.ravel() @ layers["Dense_0"]["kernel"] + layers["Dense_0"]["bias"]
+
+    params = {"params": jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), layers)}
+    actual = jax.jit(NatureCNN().apply)(params, jnp.asarray(frames))
+    np.testing.assert_allclose(actual, np.maximum(x, 0), rtol=1e-4, atol=1e-5)
+
+
 def test_the_nature_torso_maps_84_by_84_bytes_to_512_features():
-    torso, frames = NatureCNN(), jnp.full((4, 84, 84), 255, jnp.uint8)
-    shapes = jax.eval_shape(torso.init, jax.random.key(0), frames)
-    sizes = [x.shape for x in jax.tree.leaves(shapes) if len(x.shape) > 1]
-    convolutions = [(8, 8, 4, 32), (4, 4, 32, 64), (3, 3, 64, 64)]
-    assert sizes == [*convolutions, (7 * 7 * 64, 512)]
-    average = lambda x: 1 / np.prod(x.shape[:-1]) if len(x.shape) > 1 else 0.0
-    averages = jax.tree.map(lambda x: jnp.full(x.shape, average(x)), shapes)
-    features = jax.jit(torso.apply)(averages, frames)
+    frames = jnp.zeros((4, 84, 84), jnp.uint8)
+    features, params = jax.eval_shape(
+        NatureCNN().init_with_output, jax.random.key(0), frames
+    )
+    assert features.shape == (512,)
     assert features.dtype == jnp.float32
-    np.testing.assert_allclose(features, np.ones(512), rtol=1e-4)
+    assert params["params"]["Dense_0"]["kernel"].shape == (7 * 7 * 64, 512)
 
 
 def kernels(params) -> dict[str, np.ndarray]:

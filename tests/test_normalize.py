@@ -99,6 +99,7 @@ def test_a_constant_stream_normalises_to_zero(size, item):
     rows = np.full((5, size), item, np.float32)
     state = follow((), rows)
     np.testing.assert_allclose(normalize(state, jnp.asarray(rows)), 0, atol=1e-3)
+    assert np.sqrt(state.variance) < 2e-8 * item  # less than the last digit
 
 
 def test_bytes_are_counted_as_numbers():

@@ -71,6 +71,18 @@ def test_shares_and_their_gradients_add_up_to_the_mean_s(backend):
     np.testing.assert_allclose(gradient, np.full(4, slope), rtol=1e-5)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_gradient_of_standardised_items_crosses_the_devices(backend):
+    def loss(x, is_valid, axis_name=None):
+        return jnp.sum(jnp.sin(ratios.standardize(x, is_valid, axis_name=axis_name)))
+
+    x, is_valid = draw(15, (4, 5)), device_masks()
+    local = lambda x, is_valid: jax.grad(loss)(x, is_valid, AXIS)
+    expected = jax.grad(loss)(jnp.asarray(x), jnp.asarray(is_valid))
+    actual = over_devices(local, backend)(x, is_valid)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_standardised_items_have_mean_zero_and_deviation_one():
     x, is_valid = draw(4, (6, 7), loc=50.0), draw(5, (6, 7)) > 0
     out = np.asarray(ratios.standardize(jnp.asarray(x), jnp.asarray(is_valid)))

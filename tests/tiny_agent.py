@@ -123,7 +123,7 @@ def make_agent(config: TinyConfig, spec: EnvSpec) -> Agent:
         def loss_fn(params):
             log_prob = log_probs(params, trajectory.observation[:-1])
             advantage = trajectory.reward - learner.baseline
-            weight = advantage * trajectory.is_valid
+            weight = jnp.where(trajectory.is_valid, advantage, 0.0)
             return -jnp.mean(picked(log_prob, trajectory.action) * weight)
 
         loss, gradient = jax.value_and_grad(loss_fn)(learner.params)

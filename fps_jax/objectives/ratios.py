@@ -80,12 +80,11 @@ def deviations(
       is_valid: which of them count.
       axis_name: the device axis to reduce over, if any.
     """
-    x = jnp.where(is_valid, x, 0.0)
     lowest = jnp.finfo(x.dtype).min
     pivot = jnp.max(jax.lax.stop_gradient(x), where=is_valid, initial=lowest)
     if axis_name is not None:
         pivot = jax.lax.pmax(pivot, axis_name)
-    x = x - pivot
+    x = jnp.where(is_valid, x - pivot, 0.0)
     mean = masked_mean(x, is_valid, axis_name=axis_name)
     return jnp.where(is_valid, x - mean, 0.0)
 

@@ -122,8 +122,8 @@ class Run:
         restorable = self.actors if jax.process_count() == 1 else []
         self._carries = [a.carry() for a in restorable if a.is_restorable]
 
-        if checkpoint is not None:
-            self._restore(checkpoint, meta)
+        if checkpoint is not None and self.checkpoints is not None:
+            self._restore(self.checkpoints, checkpoint, meta)
         if self.directory is None and config.directory and jax.process_index() == 0:
             self.directory = runs.run_directory(*place, datetime.datetime.now())
         self.journal = Journal(*self._open_sinks(agent_config), config.num_actors)
@@ -298,9 +298,11 @@ class Run:
         step = self.checkpoints.latest() if step is None else step
         return step, ({} if step is None else self.checkpoints.meta(step))
 
-    def _restore(self, checkpoint: int, meta: dict[str, Any]) -> None:
+    def _restore(
+        self, checkpoints: Checkpoints, step: int, meta: dict[str, Any]
+    ) -> None:
         """Goes on where a checkpoint was made; numeric options hold as given now."""
-        saved, _ = self.checkpoints.restore(checkpoint, self._saved())
+        saved, _ = checkpoints.restore(step, self._saved())
         hyper = parallel.read(self.state.learner.hyper)
         learner = saved["agent"].learner._replace(hyper=hyper)
         state = saved["agent"]._replace(learner=learner)
@@ -309,7 +311,7 @@ class Run:
         for actor, carry in zip(self.actors, self._carries):
             actor.restore(carry)
         self.update, self.env_steps = meta["update"], meta["env_steps"]
-        self.checkpoints.discard_after(checkpoint)
+        checkpoints.discard_after(step)
 
     def _save(self) -> None:
         """Saves a checkpoint, unless this update has one."""
@@ -428,7 +430,7 @@ class Run:
         )
 
 
-def _learner_devices(per_host: int | None) -> list[jax.Device]:
+def _learner_devices(per_host: int | None) -> list[Any]:
     """The first devices of each host, in the hosts' order.
 
     Args:

@@ -1,6 +1,7 @@
 """Tiny problems with known answers, and random experience to compute with."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fps_jax.runtime.envs import EnvStep
@@ -60,10 +61,13 @@ def acted(agent, state: AgentState, trajectory: Trajectory) -> Trajectory:
       state: of the agent.
       trajectory: its actions and log-probabilities are replaced.
     """
-    act = jax.jit(jax.vmap(lambda *args: agent.act(*args, explore=True), (None, 0, 0)))
+    shape = trajectory.reward.shape
+    observation = jnp.asarray(trajectory.observation[:-1])
+    rows = observation.reshape(-1, *observation.shape[2:])
     params = agent.actor_params(state.learner, None)
-    keys = jax.random.split(jax.random.key(5), len(trajectory.reward))
-    action, behaviour = act(params, trajectory.observation[:-1], keys)
+    outcome = agent.act(params, rows, jax.random.key(5), explore=True)
+    unflatten = lambda x: np.asarray(x).reshape(*shape, *x.shape[1:])
+    action, behaviour = jax.tree.map(unflatten, outcome)
     return trajectory._replace(action=action, behaviour=behaviour)
 
 

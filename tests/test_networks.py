@@ -26,6 +26,14 @@ def initialise(network, shape, seed):
     return network.init(jax.random.key(seed), jnp.zeros((1, *shape)))
 
 
+def drawn(network, shape):
+    """Any parameters that fit: orthogonal ones take seconds to compile."""
+    rng = np.random.default_rng(0)
+    draw = lambda x: rng.normal(size=x.shape) / np.prod(x.shape[:-1]) ** 0.5
+    shapes = jax.eval_shape(lambda: initialise(network, shape, 0))
+    return jax.tree.map(lambda x: jnp.asarray(draw(x), x.dtype), shapes)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def apply(network, params, observation):
     """What a policy would do, how likely that is, and the value."""
@@ -34,34 +42,29 @@ def apply(network, params, observation):
 
 
 FRAMES = (4, 36, 36)
-"""The smallest: the torso of 84 x 84 frames takes seconds to initialise."""
-
-
-@pytest.fixture(scope="module")
-def pixels():
-    """The network of frames and its parameters."""
-    network = make(FRAMES, CHOICE)
-    return network, initialise(network, FRAMES, 0)
+"""The smallest that the torso reads."""
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (2, 3)])
 @pytest.mark.parametrize(("action", "event"), [(BOX, (3,)), (CHOICE, ())])
 def test_vectors_with_any_leading_axes_are_read(lead, action, event):
     network = make(action=action)
-    shapes = jax.eval_shape(
-        lambda x: apply(network, initialise(network, (7,), 0), x), jnp.ones((*lead, 7))
+    params, observation = drawn(network, (7,)), jnp.ones((*lead, 7))
+    action, log_prob, value = jax.eval_shape(
+        functools.partial(apply, network), params, observation
     )
-    action, log_prob, value = shapes
     assert action.shape == (*lead, *event)
     assert log_prob.shape == value.shape == lead
 
 
-def test_frames_with_any_leading_axes_are_read_alike(pixels):
+def test_frames_with_any_leading_axes_are_read_alike():
+    network = make(FRAMES, CHOICE)
+    params = drawn(network, FRAMES)
     frames = np.random.default_rng(0).integers(0, 256, (2, 3, *FRAMES), np.uint8)
-    action, log_prob, value = apply(*pixels, jnp.asarray(frames))
+    action, log_prob, value = apply(network, params, jnp.asarray(frames))
     assert action.shape == log_prob.shape == value.shape == (2, 3)
     assert np.std(value) > 0
-    one = apply(*pixels, jnp.asarray(frames[1, 2]))
+    one = apply(network, params, jnp.asarray(frames[1, 2]))
     np.testing.assert_array_equal(action[1, 2], one[0])
     np.testing.assert_allclose(log_prob[1, 2], one[1], rtol=1e-4)
     np.testing.assert_allclose(value[1, 2], one[2], rtol=1e-4, atol=1e-6)
@@ -114,11 +117,12 @@ def kernels(params) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("reads", ["vectors", "frames"])
-def test_kernels_start_orthogonal_with_gains_of_their_place(reads, pixels):
-    params = pixels[1] if reads == "frames" else initialise(make(), (7,), 0)
-    found = kernels(params)
-    assert len(found) == {"vectors": 4, "frames": 6}[reads]
+@pytest.mark.parametrize(
+    ("shape", "action", "count"), [((7,), BOX, 4), (FRAMES, CHOICE, 6)]
+)
+def test_kernels_start_orthogonal_with_gains_of_their_place(shape, action, count):
+    found = kernels(initialise(make(shape, action), shape, 0))
+    assert len(found) == count
     for path, kernel in found.items():
         gains = {"policy_head": 0.01, "value_head": 1.0, "torso": 2**0.5}
         squared_gain = next(gains[place] ** 2 for place in gains if place in path)
@@ -138,15 +142,16 @@ def is_zero(tree) -> bool:
 
 def test_of_vectors_the_value_has_a_torso_of_its_own():
     network = make()
-    gradient = value_gradient(network, initialise(network, (7,), 0), jnp.ones((2, 7)))
+    gradient = value_gradient(network, drawn(network, (7,)), jnp.ones((2, 7)))
     assert is_zero([gradient["policy_torso"], gradient["policy_head"]])
     assert not is_zero(gradient["value_torso"])
     assert not is_zero(gradient["value_head"])
 
 
-def test_of_frames_both_share_one_torso(pixels):
+def test_of_frames_both_share_one_torso():
+    network = make(FRAMES, CHOICE)
     frames = np.random.default_rng(1).integers(0, 256, (1, *FRAMES), np.uint8)
-    gradient = value_gradient(*pixels, jnp.asarray(frames))
+    gradient = value_gradient(network, drawn(network, FRAMES), jnp.asarray(frames))
     assert set(gradient) == {"policy_torso", "policy_head", "value_head"}
     assert is_zero(gradient["policy_head"])
     assert not is_zero(gradient["policy_torso"])
@@ -193,9 +198,8 @@ def test_an_mlp_is_its_layers_one_after_the_other(activation, layer_norm):
         if layer_norm:
             scale, bias = draw(width), draw(width)
             params[f"LayerNorm_{i}"] = {"scale": scale, "bias": bias}
-            h = (h - h.mean(-1, keepdims=True)) / h.std(
-                -1, keepdims=True
-            ) * scale + bias
+            h = h - h.mean(-1, keepdims=True)
+            h = h / h.std(-1, keepdims=True) * scale + bias
         h = BENDS[activation](h)
     mlp = MLP((16, 9), activation, layer_norm)
     actual = jax.jit(mlp.apply)({"params": params}, x)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import os
 import time
 
@@ -14,13 +15,14 @@ from tiny_agent import TinyConfig
 from fps_jax.agents.ppo import PPOConfig
 from fps_jax.runtime import envs
 from fps_jax.runtime.checkpoints import CheckpointError
+from fps_jax.runtime.journal import History
 from fps_jax.runtime.metrics import read_jsonl
 from fps_jax.runtime.options import TrainConfig
 from fps_jax.runtime.training import Run, train
 
 ENVS, LENGTH = 4, 8
 ROWS = ENVS * LENGTH
-PPO = PPOConfig(hidden_sizes=(8,), minibatch_size=16, num_epochs=2)
+PPO = PPOConfig(hidden_sizes=(8,), minibatch_size=16, num_epochs=1)
 TINY = TinyConfig()
 
 
@@ -84,6 +86,12 @@ def make_ageing(fail_at_step):
     return make
 
 
+@functools.cache
+def plain(**options) -> History:
+    """The history of a run of the tiny agent where nothing is special."""
+    return train(TINY, config(**options), make_env=make_scripted)
+
+
 def leaves(state):
     """The leaves of a state as numpy arrays, keys as their words."""
     is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -141,7 +149,7 @@ def no_unasked_transfer():
 def test_fifty_updates_compile_once_and_move_nothing_unasked(
     compilations, no_unasked_transfer
 ):
-    options = {"eval_every": 5 * ROWS, "eval_episodes": 2, "num_actors": 1}
+    options = {"eval_every": 5 * ROWS, "eval_episodes": 2}
     run = Run(PPO, config(total_env_steps=50 * ROWS, **options), make_env=make_scripted)
     compilations.clear()
     no_unasked_transfer()
@@ -164,11 +172,12 @@ def test_fifty_updates_compile_once_and_move_nothing_unasked(
 @pytest.mark.parametrize("num_actors", [1, 2])
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
 def test_two_runs_are_the_same_however_their_threads_are_timed(max_lag, num_actors):
-    options = config(max_lag=max_lag, num_actors=num_actors)
-    first = train(TINY, options, make_env=make_slow)
-    second = train(TINY, options, make_env=make_scripted)
-    assert_same(first.state, second.state)
-    assert untimed(first.records) == untimed(second.records)
+    options = {"max_lag": max_lag, "num_actors": num_actors}
+    slow = train(TINY, config(**options), make_env=make_slow)
+    assert_same(slow.state, plain(**options).state)
+    assert untimed(slow.records) == untimed(plain(**options).records)
+    lags = [min(k, max_lag) for k in range(10)]
+    assert slow.column("learn/lag")[1].tolist() == lags
 
 
 def test_two_runs_on_envpool_are_the_same():
@@ -179,19 +188,15 @@ def test_two_runs_on_envpool_are_the_same():
     assert untimed(first.records) == untimed(second.records)
 
 
-@pytest.mark.parametrize("other", [{"seed": 1}, {"max_lag": 2}, {"num_envs": 5}])
+@pytest.mark.parametrize("other", [{"seed": 1, "max_lag": 1}, {"max_lag": 0}])
 def test_what_may_change_a_run_does(other):
-    base = train(TINY, config(), make_env=make_scripted)
-    changed = train(TINY, config(**other), make_env=make_scripted)
-    assert not np.array_equal(base.state.learner.params, changed.state.learner.params)
+    one, other = plain(max_lag=1, num_actors=1), plain(num_actors=1, **other)
+    assert not np.array_equal(one.state.learner.params, other.state.learner.params)
 
 
 def test_both_maps_train_the_same():
     options = {"learner_devices": 2, "max_lag": 0}
-    one, other = (
-        train(TINY, config(mapping=name, **options), make_env=make_scripted)
-        for name in ("pmap", "shard_map")
-    )
+    one, other = (plain(mapping=name, **options) for name in ("pmap", "shard_map"))
     np.testing.assert_allclose(
         one.state.learner.params, other.state.learner.params, rtol=1e-6
     )
@@ -236,15 +241,8 @@ def test_every_episode_and_every_step_is_counted_once(log_every):
     assert steps == sorted(set(steps))
 
 
-@pytest.mark.parametrize("max_lag", [0, 1, 3])
-def test_the_recorded_lag_is_what_the_protocol_says(max_lag):
-    history = train(TINY, config(max_lag=max_lag), make_env=make_slow)
-    _, lags = history.column("learn/lag")
-    assert lags.tolist() == [min(k, max_lag) for k in range(10)]
-
-
 def test_a_metric_that_no_record_has_is_an_error_that_names_what_there_is():
-    history = train(TINY, config(), make_env=make_scripted)
+    history = plain(max_lag=1, num_actors=1)
     steps, losses = history.column("learn/loss")
     assert len(steps) == len(losses) == 10
     with pytest.raises(KeyError, match=r"'eval/return'.*'learn/loss'"):
@@ -275,7 +273,10 @@ def test_a_run_without_a_directory_writes_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_envs": 3, "learner_devices": 2}, "num_envs 3 is not a multiple of the 2"),
+        (
+            {"num_envs": 3, "learner_devices": 2},
+            "num_envs 3 is not a multiple of the 2",
+        ),
         ({"learner_devices": 9}, "learner_devices 9 is more than the 4"),
         ({"resume": True, "resume_step": 3}, "resume_step 3: there is no run"),
     ],
@@ -294,7 +295,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     [
         ({"max_lag": -1}, "max_lag -1 must be at least 0"),
         ({"total_env_steps": 0}, "total_env_steps 0 must be at least 1"),
-        ({"mapping": "vmap"}, "mapping 'vmap' is not one of"),
         ({"stall_limit_s": 0.0}, r"stall_limit_s 0\.0 must be above 0"),
         ({"resume_step": 3}, "resume_step 3 needs resume"),
         ({"resume": True}, "resume needs a directory"),
@@ -373,7 +373,9 @@ def test_on_envpool_a_run_goes_on_with_new_episodes(tmp_path):
 
         return make
 
-    options = config(env="CartPole-v1", directory=str(tmp_path), log_every=70)
+    options = config(
+        env="CartPole-v1", directory=str(tmp_path), log_every=70, max_lag=0
+    )
     stop_at(6, TINY, options, make_env=make_cartpole)
     options = dataclasses.replace(options, resume=True)
     run = Run(TINY, options, make_env=make_cartpole(None))
@@ -411,7 +413,8 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_offered(tmp_path)
     options = config(directory=str(tmp_path), max_lag=0)
     whole = train(TINY, options, make_env=make_ageing(None))
     newest = whole.directory / "checkpoints" / f"{10:010d}"
-    largest = max(newest.rglob("*"), key=lambda file: file.stat().st_size)
+    files = [file for file in newest.rglob("*") if file.is_file()]
+    largest = max(files, key=lambda file: file.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
     options = dataclasses.replace(options, resume=True)
     with pytest.raises(CheckpointError, match="is whole") as error:
@@ -437,4 +440,6 @@ def test_a_checkpoint_of_another_network_is_refused(tmp_path):
     stop_at(4, TINY, options)
     options = dataclasses.replace(options, resume=True)
     with pytest.raises(CheckpointError, match="does not fit"):
-        train(TINY, options, make_env=lambda env_id, *, num_envs, **_: WideEnv(num_envs))
+        train(
+            TINY, options, make_env=lambda env_id, *, num_envs, **_: WideEnv(num_envs)
+        )

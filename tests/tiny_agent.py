@@ -54,7 +54,7 @@ class TinyConfig:
       signal_at_trace: this one raises SIGTERM in the process instead.
     """
 
-    learning_rate: float = 0.1
+    learning_rate: float = 1.0
     nan_at_update: int = -1
     fail_at_trace: int = -1
     signal_at_trace: int = -1
@@ -80,7 +80,7 @@ def make_agent(config: TinyConfig, spec: EnvSpec) -> Agent:
 
     def log_probs(params, observation):
         ones = jnp.ones((*observation.shape[:-1], 1), jnp.float32)
-        inputs = jnp.concatenate([observation / 8.0, ones], axis=-1)
+        inputs = jnp.concatenate([jnp.tanh(observation / 8.0), ones], axis=-1)
         return jax.nn.log_softmax(inputs @ params)
 
     def init(key) -> AgentState:

@@ -84,7 +84,7 @@ def deviations(
     pivot = jnp.max(jax.lax.stop_gradient(x), where=is_valid, initial=lowest)
     if axis_name is not None:
         pivot = jax.lax.pmax(pivot, axis_name)
-    x = jnp.where(is_valid, x - pivot, 0.0)
+    x = x - pivot
     mean = masked_mean(x, is_valid, axis_name=axis_name)
     return jnp.where(is_valid, x - mean, 0.0)
 

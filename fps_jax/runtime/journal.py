@@ -145,7 +145,7 @@ class Journal:
     def latest(self, name: str) -> float:
         """The last recorded value of a metric; NaN if there is none."""
         values = (r[name] for r in reversed(self.records) if name in r)
-        return next(values, math.nan)
+        return float(next(values, math.nan))
 
     def recent_return(self) -> float:
         """Mean return of the last hundred training episodes; NaN before the first."""

@@ -106,7 +106,6 @@ def _bar(console: Console, total: int) -> Iterator[Callable[[Status], None]]:
         TextColumn("{task.description}"),
         console=console,
         auto_refresh=False,
-        expand=True,
     )
     task = bar.add_task("", total=total)
     drawn_at = -math.inf

@@ -206,9 +206,10 @@ class Run:
         with timers("publish"):
             self._publish(crew)
         with timers("learn"):
-            values = {k: v.item() for k, v in parallel.read(metrics_).items()}
+            values = {k: float(v) for k, v in parallel.read(metrics_).items()}
         self._check_finite(values)
-        before, self.env_steps = self.env_steps, self.env_steps + values["env_steps"]
+        before = self.env_steps
+        self.env_steps += int(values["env_steps"])
         if self._carries:
             self._carries = [segment.carry for segment in segments]
         self.journal.add(values, segments, lag=lag)

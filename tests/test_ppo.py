@@ -1,0 +1,633 @@
+"""PPO against a naive float64 twin, its laws, and two problems with known answers."""
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from chex import assert_tree_all_finite, assert_trees_all_close, assert_trees_all_equal
+from probes import CONTINUOUS, DISCRETE, EndlessEnv, TwoStepEnv, acted
+from probes import random_trajectory as random_experience
+
+from fps_jax.agents.ppo import Hyper, PPOConfig
+from fps_jax.models.networks import actor_critic
+from fps_jax.models.normalize import MomentsState
+from fps_jax.runtime.acting import Actor
+from fps_jax.types import Discrete, EnvSpec
+
+LENGTH, ENVS = 6, 4
+ROWS = LENGTH * ENVS
+TOTAL = 10 * ROWS
+random_trajectory = functools.partial(random_experience, length=LENGTH, envs=ENVS)
+
+PLAIN = PPOConfig(
+    optimizer="sgd",
+    learning_rate=0.5,
+    final_learning_rate_fraction=0.4,
+    gamma=0.9,
+    lambda_=0.8,
+    clip_epsilon=0.25,
+    entropy_coef=0.3,
+    value_coef=0.7,
+    max_grad_norm=1e6,
+    num_epochs=1,
+    minibatch_size=ROWS,
+    hidden_sizes=(8,),
+)
+"""One gradient step, so that what it did can be foretold."""
+STEPS = PPOConfig(num_epochs=2, minibatch_size=ROWS // 3, hidden_sizes=(8,))
+"""Adam, over minibatches."""
+
+
+class Compiled:
+    """An agent with its functions compiled, and how often `update` was traced."""
+
+    def __init__(self, config: PPOConfig, spec: EnvSpec):
+        self.config, self.spec, self.traces = config, spec, 0
+        self.agent = config.make(spec, total_env_steps=TOTAL)
+
+        def update(state, trajectory):
+            self.traces += 1
+            return self.agent.update(state, trajectory)
+
+        self.update = jax.jit(update)
+        self.network = actor_critic(
+            spec,
+            hidden_sizes=config.hidden_sizes,
+            activation=config.activation,
+            init_log_std=config.init_log_std,
+        )
+
+    @functools.cached_property
+    def state(self):
+        """A state in the middle of a run, with nothing in it at its first value."""
+        state = jax.jit(self.agent.init)(jax.random.key(1))
+        rng = np.random.default_rng(2)
+        draw = lambda x: np.float32(0.5) * rng.normal(size=x.shape).astype(np.float32)
+        shape = self.spec.observation_shape
+        mean, variance = np.full(shape, 0.8), np.linspace(2, 5, np.prod(shape))
+        moments = 100.0, mean, variance.reshape(shape)
+        single = lambda xs: MomentsState(*(jnp.asarray(x, jnp.float32) for x in xs))
+        learner = state.learner._replace(
+            params=jax.tree.map(lambda x: jnp.asarray(draw(x)), state.learner.params),
+            observation_moments=single(moments),
+            return_moments=single((100.0, 0.5, 4.0)),
+            update=jnp.asarray(3, jnp.int32),
+        )
+        return state._replace(learner=learner)
+
+    def nearly_acted(self, seed, state=None):
+        """Experience of a policy that differs a little from the state's."""
+        trajectory = random_trajectory(seed, self.spec)
+        trajectory = acted(self.agent, state or self.state, trajectory)
+        noise = np.random.default_rng(seed).normal(size=(LENGTH, ENVS))
+        log_prob = trajectory.behaviour["log_prob"] + np.float32(0.3) * noise
+        return trajectory._replace(behaviour={"log_prob": np.float32(log_prob)})
+
+    def with_hyper(self, state=None, **values):
+        """The state with other numeric hyper-parameters."""
+        state = state or self.state
+        values = {k: jnp.asarray(v, jnp.float32) for k, v in values.items()}
+        hyper = state.learner.hyper._replace(**values)
+        return state._replace(learner=state.learner._replace(hyper=hyper))
+
+
+compiled = functools.cache(Compiled)
+
+
+# ------------------------------------------------------------------ the naive twin
+
+
+class Twin:
+    """PPO in float64 numpy: the loss as it reads, its slope by differences."""
+
+    def __init__(self, this: Compiled, state, trajectory):
+        self.config, self.spec = this.config, this.spec
+        self.hyper = Hyper(*map(float, state.learner.hyper))
+        self.learner = jax.device_get(state.learner._replace(key=0))
+        self.rows = jax.device_get(trajectory)
+        self.is_valid = np.asarray(trajectory.is_valid)
+        moments = self.learner.observation_moments
+        self.observation = np.float64(self.rows.observation)
+        if self.config.normalize_observations:
+            deviation = np.sqrt(np.float64(moments.variance))
+            self.observation = (self.observation - moments.mean) / deviation
+        variance = float(self.learner.return_moments.variance)
+        self.scale = np.sqrt(variance) if self.config.scale_returns else 1.0
+
+    def hidden(self, params, torso):
+        layer = params[torso]["Dense_0"]
+        return np.tanh(self.observation @ layer["kernel"] + layer["bias"])
+
+    def value(self, params):
+        """``[T + 1, E]``, in the network's own unit."""
+        head = params["value_head"]["Dense_0"]
+        return (self.hidden(params, "value_torso") @ head["kernel"])[..., 0] + head[
+            "bias"
+        ]
+
+    def policy_output(self, params):
+        """``[T, E, ...]``, logits or means."""
+        layer = params["policy_head"]["Dense_0"]
+        hidden = self.hidden(params, "policy_torso")[:-1]
+        return hidden @ layer["kernel"] + layer["bias"]
+
+    def log_prob_and_entropy(self, params):
+        out = self.policy_output(params)
+        if isinstance(self.spec.action, Discrete):
+            probability = np.exp(out) / np.exp(out).sum(-1, keepdims=True)
+            index = self.rows.action[..., None]
+            log_prob = np.log(np.take_along_axis(probability, index, -1)[..., 0])
+            return log_prob, -(probability * np.log(probability)).sum(-1)
+        std = np.exp(params["policy_head"]["log_std"])
+        z = (self.rows.action - out) / std
+        log_prob = (-0.5 * z**2 - np.log(std) - 0.5 * np.log(2 * np.pi)).sum(-1)
+        entropy = (0.5 * np.log(2 * np.pi * np.e) + np.log(std)).sum()
+        return log_prob, np.full(log_prob.shape, entropy)
+
+    def advantages(self, params):
+        """Advantages and value targets, in units of reward."""
+        values = self.value(params) * self.scale
+        per_env = [
+            reference.Rows(
+                *(
+                    np.asarray(getattr(self.rows, name))[:, e]
+                    for name in ("reward", "terminated", "truncated", "is_valid")
+                ),
+                values[:, e],
+            )
+            for e in range(ENVS)
+        ]
+        gamma, lambda_ = self.hyper.gamma, self.hyper.lambda_
+        found = [reference.advantages(rows, gamma, lambda_) for rows in per_env]
+        advantage = np.stack(found, axis=1)
+        return advantage, values[:-1] + advantage
+
+    def loss(self, params, advantage, target):
+        hyper, kept = self.hyper, self.is_valid
+        log_prob, entropy = self.log_prob_and_entropy(params)
+        log_ratio = (log_prob - self.rows.behaviour["log_prob"])[kept]
+        ratio, advantage = np.exp(log_ratio), advantage[kept]
+        if self.config.normalize_advantage != "none":
+            advantage = (advantage - advantage.mean()) / advantage.std()
+        surrogate = [
+            reference.clipped_surrogate(r, a, hyper.clip_epsilon)
+            for r, a in zip(ratio, advantage)
+        ]
+        error = self.value(params)[:-1][kept] - target[kept] / self.scale
+        parts = {
+            "policy_loss": -np.mean(surrogate),
+            "value_loss": np.mean(error**2) / 2,
+            "entropy": np.mean(entropy[kept]),
+            "kl": np.mean(ratio - 1 - log_ratio),
+            "clip_fraction": np.mean(np.abs(ratio - 1) > hyper.clip_epsilon),
+        }
+        parts["loss"] = (
+            parts["policy_loss"]
+            + hyper.value_coef * parts["value_loss"]
+            - hyper.entropy_coef * parts["entropy"]
+        )
+        return parts
+
+    def slope(self, params, *constants):
+        """The gradient of the loss, by central differences."""
+
+        def of_leaf(path):
+            leaf = functools.reduce(lambda node, key: node[key.key], path, params)
+            slope = np.zeros_like(leaf)
+            for i in np.ndindex(leaf.shape):
+                middle, losses = leaf[i], []
+                for side in (-1e-6, 1e-6):
+                    leaf[i] = middle + side
+                    losses.append(self.loss(params, *constants)["loss"])
+                leaf[i] = middle
+                slope[i] = (losses[1] - losses[0]) / 2e-6
+            return slope
+
+        return jax.tree_util.tree_map_with_path(lambda path, _: of_leaf(path), params)
+
+    def update(self):
+        """Parameters and metrics after full-batch gradient descent."""
+        hyper = self.hyper
+        progress = min(1.0, int(self.learner.update) * ROWS / hyper.total_env_steps)
+        fall = 1 - hyper.final_learning_rate_fraction
+        learning_rate = hyper.learning_rate * (1 - fall * progress)
+        params = jax.tree.map(np.float64, self.learner.params["params"])
+        value = self.value(params)[:-1] * self.scale
+        at_start = constants = self.advantages(params)
+        metrics = []
+        for _ in range(self.config.num_epochs):
+            if self.config.recompute_advantages:
+                constants = self.advantages(params)
+            parts, slope = self.loss(params, *constants), self.slope(params, *constants)
+            norm = np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(slope)))
+            metrics.append(parts | {"grad_norm": norm})
+            step = learning_rate * min(1.0, hyper.max_grad_norm / norm)
+            params = jax.tree.map(lambda p, s, step=step: p - step * s, params, slope)
+        means = {k: np.mean([m[k] for m in metrics]) for k in metrics[0]}
+        kept = self.is_valid
+        explained = reference.explained_variance(value[kept], at_start[1][kept])
+        return params, means | {
+            "learning_rate": learning_rate,
+            "return_scale": self.scale,
+            "explained_variance": explained,
+        }
+
+
+TWINS = {
+    "discrete": (PLAIN, DISCRETE),
+    "continuous, recomputed": (
+        dataclasses.replace(
+            PLAIN, normalize_advantage="batch", num_epochs=2, recompute_advantages=True
+        ),
+        CONTINUOUS,
+    ),
+    "nothing normalised": (
+        dataclasses.replace(
+            PLAIN,
+            normalize_advantage="none",
+            num_epochs=2,
+            normalize_observations=False,
+            scale_returns=False,
+        ),
+        DISCRETE,
+    ),
+}
+
+
+@pytest.mark.parametrize("max_grad_norm", [1e6, 0.2])
+@pytest.mark.parametrize("name", TWINS)
+def test_an_update_is_the_gradient_step_of_the_twin(name, max_grad_norm):
+    this = compiled(*TWINS[name])
+    trajectory = this.nearly_acted(4)
+    state = this.with_hyper(max_grad_norm=max_grad_norm)
+    after, metrics = this.update(state, trajectory)
+    params, expected = Twin(this, state, trajectory).update()
+    assert 0.1 < expected["clip_fraction"] < 0.9
+    assert (expected["grad_norm"] > max_grad_norm) == (max_grad_norm < 1)
+    assert_trees_all_close(
+        jax.tree.map(np.float64, after.learner.params["params"]),
+        params,
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    assert metrics.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_allclose(metrics[key], value, 1e-4, 1e-6, err_msg=key)
+
+
+def test_the_moments_take_in_what_was_valid_and_only_after_learning():
+    this = compiled(PLAIN, DISCRETE)
+    trajectory = random_trajectory(5, DISCRETE)
+    after, _ = this.update(this.state, trajectory)
+    old, new = this.state.learner, after.learner
+    kept = trajectory.is_valid
+    _, target = Twin(this, this.state, trajectory).advantages(
+        jax.tree.map(np.float64, jax.device_get(old.params["params"]))
+    )
+    for before, now, rows in (
+        (old.observation_moments, new.observation_moments, trajectory.observation[:-1]),
+        (old.return_moments, new.return_moments, target),
+    ):
+        rows = np.float64(rows[kept])
+        n, m = float(before.count), len(rows)
+        mean = (n * before.mean + rows.sum(0)) / (n + m)
+        square = n * (before.variance + before.mean**2) + (rows**2).sum(0)
+        assert now.count == n + m
+        np.testing.assert_allclose(now.mean, mean, rtol=1e-5)
+        np.testing.assert_allclose(now.variance, square / (n + m) - mean**2, rtol=1e-4)
+    assert new.update == old.update + 1
+
+
+# -------------------------------------------------------------------- rows and ratios
+
+
+@pytest.mark.parametrize("spec", [DISCRETE, CONTINUOUS], ids=["discrete", "continuous"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 1e30])
+def test_rows_that_are_not_valid_change_nothing_at_all(spec, poison):
+    name = "discrete" if spec is DISCRETE else "continuous, recomputed"
+    this = compiled(*TWINS[name])
+    trajectory = random_trajectory(6, spec)
+    bad = ~trajectory.is_valid
+    assert bad.sum() > 2
+    where = bad if spec is DISCRETE else bad[..., None]
+    wild = 10**6 if spec is DISCRETE else np.float32(poison)
+    poisoned = trajectory._replace(
+        reward=np.where(bad, np.float32(poison), trajectory.reward),
+        action=np.where(where, wild, trajectory.action).astype(trajectory.action.dtype),
+        terminated=trajectory.terminated | bad,
+        truncated=trajectory.truncated | bad,
+        behaviour={
+            "log_prob": np.where(
+                bad, np.float32(poison), trajectory.behaviour["log_prob"]
+            )
+        },
+        policy_version=np.where(bad, 99, trajectory.policy_version),
+    )
+    expected = this.update(this.state, trajectory)
+    actual = this.update(this.state, poisoned)
+    assert_tree_all_finite(actual[1])
+    assert_trees_all_equal(
+        jax.tree.map(read, actual), jax.tree.map(read, expected), strict=True
+    )
+
+
+def read(x):
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
+
+
+def test_a_batch_without_a_valid_row_moves_nothing():
+    this = compiled(PLAIN, DISCRETE)
+    trajectory = random_trajectory(7, DISCRETE)
+    trajectory = trajectory._replace(is_valid=np.zeros_like(trajectory.is_valid))
+    after, metrics = this.update(this.state, trajectory)
+    assert_tree_all_finite(metrics)
+    for name in ("params", "observation_moments", "return_moments"):
+        before, now = (getattr(s.learner, name) for s in (this.state, after))
+        assert_trees_all_close(now, before, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["discrete", "continuous, recomputed"])
+def test_the_first_ratio_is_one(name):
+    this = compiled(*TWINS[name])
+    state = this.with_hyper(learning_rate=0.0)  # Every epoch is then the first.
+    trajectory = random_trajectory(8, this.spec)
+    _, metrics = this.update(state, acted(this.agent, state, trajectory))
+    assert metrics["clip_fraction"] == 0
+    np.testing.assert_allclose(metrics["kl"], 0, atol=1e-11)
+    np.testing.assert_allclose(metrics["policy_loss"], 0, atol=1e-6)
+    # It is not, for a policy that saw through other statistics.
+    moved = state.learner.observation_moments._replace(mean=jnp.zeros(3))
+    other = state._replace(learner=state.learner._replace(observation_moments=moved))
+    _, metrics = this.update(state, acted(this.agent, other, trajectory))
+    assert metrics["kl"] > 1e-4
+
+
+@pytest.mark.parametrize("explore", [True, False])
+@pytest.mark.parametrize("name", ["discrete", "continuous, recomputed"])
+def test_acting_tells_the_likelihood_of_its_action_and_greed_takes_the_mode(
+    name, explore
+):
+    this = compiled(*TWINS[name])
+    trajectory = random_trajectory(9, this.spec)
+    params = this.agent.actor_params(this.state.learner, None)
+    action, behaviour = this.agent.act(
+        params,
+        jnp.asarray(trajectory.observation[0]),
+        jax.random.key(4),
+        explore=explore,
+    )
+    trajectory.action[0] = action
+    twin = Twin(this, this.state, trajectory)
+    tree = jax.tree.map(np.float64, jax.device_get(params.params["params"]))
+    log_prob, _ = twin.log_prob_and_entropy(tree)
+    np.testing.assert_allclose(behaviour["log_prob"], log_prob[0], rtol=1e-4)
+    mode = twin.policy_output(tree)[0]
+    mode = mode.argmax(-1) if this.spec is DISCRETE else mode
+    assert np.allclose(action, mode, rtol=1e-4) == (not explore)
+
+
+# ------------------------------------------------------------------ hyper-parameters
+
+
+def test_the_learning_rate_falls_in_a_line_of_env_steps_and_then_stays():
+    this = compiled(PLAIN, DISCRETE)
+    trajectory = random_trajectory(4, DISCRETE)
+    for update, share in ((0, 1.0), (5, 0.7), (9, 0.46), (10, 0.4), (500, 0.4)):
+        learner = this.state.learner._replace(update=jnp.asarray(update, jnp.int32))
+        _, metrics = this.update(this.state._replace(learner=learner), trajectory)
+        np.testing.assert_allclose(metrics["learning_rate"], 0.5 * share, rtol=1e-6)
+
+
+OTHER_VALUES = {
+    "learning_rate": 0.4,
+    "final_learning_rate_fraction": 0.9,
+    "total_env_steps": 2.0 * TOTAL,
+    "gamma": 0.5,
+    "lambda_": 0.3,
+    "clip_epsilon": 0.1,
+    "entropy_coef": 0.0,
+    "value_coef": 0.2,
+    "max_grad_norm": 0.05,
+}
+
+
+def test_every_number_is_traced_and_none_is_dead():
+    assert OTHER_VALUES.keys() == set(Hyper._fields)
+    this = compiled(PLAIN, DISCRETE)
+    trajectory = random_trajectory(4, DISCRETE)
+    before, _ = this.update(this.with_hyper(max_grad_norm=0.2), trajectory)
+    for name, value in OTHER_VALUES.items():
+        state = this.with_hyper(**({"max_grad_norm": 0.2} | {name: value}))
+        after, _ = this.update(state, trajectory)
+        same = jax.tree.map(
+            lambda a, b: bool((a == b).all()),
+            before.learner.params,
+            after.learner.params,
+        )
+        assert not all(jax.tree.leaves(same)), name
+        assert after.learner.hyper._asdict()[name] == np.float32(value)
+    assert this.traces == 1
+
+
+def test_the_options_are_what_the_state_starts_with():
+    learner = compiled(PLAIN, DISCRETE).state.learner
+    for name in Hyper._fields:
+        expected = TOTAL if name == "total_env_steps" else getattr(PLAIN, name)
+        assert getattr(learner.hyper, name) == np.float32(expected)
+        assert getattr(learner.hyper, name).dtype == jnp.float32
+
+
+def stack(trees):
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
+
+
+def test_a_population_learns_as_its_members_do_one_by_one():
+    this = compiled(STEPS, DISCRETE)
+    members = [
+        this.with_hyper(learning_rate=0.01 * (i + 1), gamma=0.9 + 0.03 * i)
+        for i in range(3)
+    ]
+    keys = jax.random.split(jax.random.key(6), 3)
+    members = [
+        m._replace(learner=m.learner._replace(key=keys[i]))
+        for i, m in enumerate(members)
+    ]
+    batches = [random_trajectory(20 + i, DISCRETE) for i in range(3)]
+    together = jax.jit(jax.vmap(this.agent.update))(stack(members), stack(batches))
+    one_by_one = stack([this.update(*pair) for pair in zip(members, batches)])
+    assert_trees_all_close(
+        jax.tree.map(read, together),
+        jax.tree.map(read, one_by_one),
+        rtol=1e-4,
+        atol=1e-6,
+    )
+    assert this.traces <= 2  # This one's and the population's share a function.
+
+
+def test_each_update_shuffles_anew_and_says_how_by_its_number():
+    this = compiled(STEPS, DISCRETE)
+    trajectory = random_trajectory(21, DISCRETE)
+
+    def params_after(update):
+        learner = this.state.learner._replace(update=jnp.asarray(update, jnp.int32))
+        hyper = this.state.learner.hyper._replace(
+            final_learning_rate_fraction=jnp.asarray(1.0, jnp.float32)
+        )
+        state = this.state._replace(learner=learner._replace(hyper=hyper))
+        return this.update(state, trajectory)[0].learner.params
+
+    assert_trees_all_equal(params_after(3), params_after(3))
+    different = jax.tree.map(
+        lambda a, b: bool((a != b).any()), params_after(3), params_after(4)
+    )
+    assert any(jax.tree.leaves(different))
+
+
+def test_rounds_of_acting_and_learning_spend_no_key_twice():
+    this = compiled(STEPS, DISCRETE)
+    state = jax.jit(this.agent.init)(jax.random.key(0))
+    with jax.debug_key_reuse(True):
+        for _ in range(3):
+            trajectory = acted(this.agent, state, random_trajectory(22, DISCRETE))
+            state, _ = this.update(state, trajectory)
+        jax.random.normal(state.learner.key)  # It was folded, and never spent.
+
+
+# -------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "limit"),
+    [
+        ("learning_rate", -1e-3, "at least 0"),
+        ("learning_rate", float("nan"), "at least 0"),
+        ("final_learning_rate_fraction", 1.5, r"\[0, 1\]"),
+        ("gamma", 1.01, r"\[0, 1\]"),
+        ("gamma", -0.1, r"\[0, 1\]"),
+        ("lambda_", 2.0, r"\[0, 1\]"),
+        ("clip_epsilon", 0.0, r"\(0, 1\)"),
+        ("clip_epsilon", 1.0, r"\(0, 1\)"),
+        ("entropy_coef", -0.5, "at least 0"),
+        ("value_coef", -0.5, "at least 0"),
+        ("max_grad_norm", 0.0, "above 0"),
+        ("num_epochs", 0, "at least 1"),
+        ("minibatch_size", 0, "at least 1"),
+        ("adam_epsilon", 0.0, "above 0"),
+        ("hidden_sizes", (64, 0), "at least 1"),
+        ("init_log_std", float("inf"), r"\[-20, 2\]"),
+        ("activation", "sine", "tanh.*swish"),
+    ],
+)
+def test_an_option_out_of_range_is_named_with_its_value_and_limit(option, value, limit):
+    shown = str(value).replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(ValueError, match=f"{option} '?{shown}'? .*{limit}"):
+        PPOConfig(**{option: value})
+
+
+@pytest.mark.parametrize(
+    ("option", "limit"),
+    [("normalize_advantage", "minibatch, batch, none"), ("optimizer", "adam, sgd")],
+)
+def test_a_choice_that_there_is_not_is_refused_also_without_a_type_checker(
+    option, limit
+):
+    config = PPOConfig()
+    object.__setattr__(config, option, "other")
+    with pytest.raises(ValueError, match=f"{option} 'other' must be one of {limit}"):
+        config.__post_init__()
+
+
+def test_options_are_keywords_and_unknown_ones_are_refused():
+    with pytest.raises(TypeError, match="learning_rat"):
+        PPOConfig(learning_rat=1.0)
+    with pytest.raises(TypeError):
+        PPOConfig(1.0)
+
+
+# ------------------------------------------------------------------------ environments
+
+
+def test_stacks_of_frames_are_learned_from_as_bytes(monkeypatch):
+    # Orthogonal matrices of this size take seconds.
+    monkeypatch.setattr(
+        nn.initializers, "orthogonal", lambda scale: nn.initializers.normal(0.05)
+    )
+    spec = EnvSpec("Frames-v0", (4, 84, 84), np.dtype(np.uint8), Discrete(3))
+    config = PPOConfig(num_epochs=1, minibatch_size=4)
+    agent = config.make(spec, total_env_steps=100)
+    state = jax.jit(agent.init)(jax.random.key(0))
+    trajectory = random_experience(0, spec, length=2, envs=2)
+    after, metrics = jax.jit(agent.update)(state, trajectory)
+    assert_tree_all_finite((after.learner.params, metrics))
+    change = jax.tree.map(
+        lambda a, b: float(jnp.abs(a - b).max()),
+        state.learner.params,
+        after.learner.params,
+    )
+    assert min(jax.tree.leaves(change)) > 0
+    assert_trees_all_equal(
+        state.learner.observation_moments, after.learner.observation_moments
+    )
+
+
+def learn(env, config, updates):
+    """Trains in turns; returns the last segment and the values of observations."""
+    this = Compiled(config, env.spec)
+    act = jax.jit(
+        lambda params, observation, key, count: this.agent.act(
+            params, observation, jax.random.fold_in(key, count), explore=True
+        )
+    )
+    actor = Actor(
+        env, act, jax.random.key(1), device=jax.devices()[0], rollout_steps=LENGTH
+    )
+    state = jax.jit(this.agent.init)(jax.random.key(0))
+    for k in range(updates):
+        params = this.agent.actor_params(state.learner, None)
+        segment = actor.rollout(params, rollout=k, version=k)
+        state, _ = this.update(state, segment.trajectory)
+    learner = state.learner
+
+    def value(observation):
+        scale = jnp.sqrt(learner.return_moments.variance)
+        return scale * this.network.apply(learner.params, observation, method="value")
+
+    def greedy(observation):
+        params = this.agent.actor_params(learner, None)
+        return this.agent.act(params, observation, jax.random.key(0), explore=False)[0]
+
+    return segment, value, greedy
+
+
+QUICK = PPOConfig(
+    learning_rate=0.02,
+    final_learning_rate_fraction=0.1,
+    num_epochs=4,
+    minibatch_size=48,
+    hidden_sizes=(8,),
+    normalize_observations=False,
+)
+
+
+def test_it_learns_to_wait_for_the_larger_reward():
+    config = dataclasses.replace(QUICK, gamma=0.9)
+    _, value, greedy = learn(TwoStepEnv(16), config, updates=40)
+    observations = jnp.stack([TwoStepEnv.first, TwoStepEnv.rich])
+    np.testing.assert_array_equal(greedy(observations), 1)
+    np.testing.assert_allclose(value(observations), [0.9, 1.0], atol=0.08)
+
+
+def test_it_values_what_lies_beyond_a_cut():
+    config = dataclasses.replace(QUICK, gamma=0.5, init_log_std=-1.0)
+    segment, value, greedy = learn(EndlessEnv(16), config, updates=60)
+    observation = jnp.ones((1, 1))
+    np.testing.assert_allclose(greedy(observation)[0], [0.5], atol=0.1)
+    trajectory = segment.trajectory
+    reward = trajectory.reward[trajectory.is_valid].mean()
+    np.testing.assert_allclose(value(observation)[0], reward / 0.5, rtol=0.05)

@@ -116,7 +116,7 @@ def test_a_state_comes_back_bit_for_bit_in_its_own_containers(
         target = types
     state, restored_meta = checkpoints.restore(12, target)
     assert bits(state) == bits(learner)
-    assert restored_meta == meta
+    assert restored_meta == checkpoints.meta(12) == meta
     assert isinstance(state.opt_state[1][0], optax.ScaleByAdamState)
     assert type(state.params["Dense_0"]["kernel"]) is np.ndarray
     np.testing.assert_array_equal(
@@ -195,7 +195,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_whole_one_before_it_offered(
     tmp_path, damage, says
 ):
     checkpoints = open_checkpoints(tmp_path, keep_last=9)
-    for step in (1, 2, 3, 4):
+    for step in range(5):
         checkpoints.save(step, SMALL, meta={"env_steps": 1234}, score=float(step))
     flip(array_files(checkpoints, 2)[-1])  # Not to be offered.
     damage(checkpoints)
@@ -206,7 +206,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_whole_one_before_it_offered(
     assert f"{checkpoints.path(1)}, is whole" in message
     assert "--resume-step 1," in message
     assert bits(checkpoints.restore(1, SMALL)[0]) == bits(SMALL)
-    assert checkpoints.steps() == [1, 2, 3, 4]
+    assert checkpoints.steps() == [0, 1, 2, 3, 4]
+    with pytest.raises(CheckpointError, match=says):
+        checkpoints.meta(3)
 
 
 def truncate_manifest(checkpoints):

@@ -36,7 +36,7 @@ def config(**options) -> TrainConfig:
         "learner_devices": 1,
         "eval_every": 0,
         "eval_episodes": 0,
-        "checkpoint_every": 1,
+        "checkpoint_every": 0,
         "directory": None,
         "tensorboard": False,
         "show_progress": False,
@@ -176,8 +176,9 @@ def test_two_runs_are_the_same_however_their_threads_are_timed(max_lag, num_acto
     slow = train(TINY, config(**options), make_env=make_slow)
     assert_same(slow.state, plain(**options).state)
     assert untimed(slow.records) == untimed(plain(**options).records)
-    lags = [min(k, max_lag) for k in range(10)]
-    assert slow.column("learn/lag")[1].tolist() == lags
+    _, lags = slow.column("learn/lag")
+    assert len(lags) == 10 // num_actors
+    assert lags.tolist() == [min(k, max_lag) for k in range(len(lags))]
 
 
 def test_two_runs_on_envpool_are_the_same():
@@ -275,7 +276,7 @@ def test_a_run_without_a_directory_writes_nothing(tmp_path, monkeypatch):
     [
         (
             {"num_envs": 3, "learner_devices": 2},
-            "num_envs 3 is not a multiple of the 2",
+            "3 is not a multiple of the 2",
         ),
         ({"learner_devices": 9}, "learner_devices 9 is more than the 4"),
         ({"resume": True, "resume_step": 3}, "resume_step 3: there is no run"),
@@ -391,7 +392,8 @@ def test_on_envpool_a_run_goes_on_with_new_episodes(tmp_path):
     assert records == history.records
     steps = [record["env_steps"] for record in records]
     assert steps == sorted(set(steps))
-    assert len(set(sum(seeds, []))) == len(sum(seeds, []))
+    every_seed = [seed for of_one_env in seeds for seed in of_one_env]
+    assert len(set(every_seed)) == len(every_seed)
 
 
 def test_a_resumed_run_that_was_done_stays_done(tmp_path):
@@ -410,7 +412,7 @@ def test_without_a_run_to_go_on_with_resume_starts_one(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_offered(tmp_path):
-    options = config(directory=str(tmp_path), max_lag=0)
+    options = config(directory=str(tmp_path), max_lag=0, checkpoint_every=60)
     whole = train(TINY, options, make_env=make_ageing(None))
     newest = whole.directory / "checkpoints" / f"{10:010d}"
     files = [file for file in newest.rglob("*") if file.is_file()]
@@ -436,10 +438,12 @@ def test_a_checkpoint_of_another_network_is_refused(tmp_path):
         def _observe(self):
             return np.pad(super()._observe(), [(0, 0), (0, 1)])
 
+    def make_wide(env_id, *, num_envs, **_):
+        del env_id
+        return WideEnv(num_envs)
+
     options = config(directory=str(tmp_path))
     stop_at(4, TINY, options)
     options = dataclasses.replace(options, resume=True)
     with pytest.raises(CheckpointError, match="does not fit"):
-        train(
-            TINY, options, make_env=lambda env_id, *, num_envs, **_: WideEnv(num_envs)
-        )
+        train(TINY, options, make_env=make_wide)

@@ -48,13 +48,14 @@ def refuse(reason: object, *, prog: str) -> NoReturn:
 
 def _first_paragraph(box: str) -> str:
     """Takes the message, and what it may have meant, out of tyro's framed text."""
-    lines = [re.sub(r"^[│|\s]+|[│|\s]+$", "", line) for line in box.splitlines()]
+    # The first line is the frame's title; rules without a word part the paragraphs.
+    lines = [line.strip("│|╰╯ ") for line in box.splitlines()[1:]]
     paragraphs: list[list[str]] = [[]]
     for line in lines:
-        if not re.search(r"\w", line) or line.startswith(("╭", "╰")):
-            paragraphs.append([])
-        else:
+        if re.search(r"\w", line):
             paragraphs[-1].append(line)
+        else:
+            paragraphs.append([])
     texts = [paragraph for paragraph in paragraphs if paragraph]
     message = " ".join(texts[0]) if texts else "the options cannot be understood"
     near = re.search(r"Perhaps you meant:?\s+(--[\w-]+)", " ".join(lines))

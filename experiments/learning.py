@@ -3,7 +3,8 @@
 ``python -m experiments.learning --agent ppo --env CartPole-v1 --seeds 10`` trains each
 seed in a process of its own with the task's preset, evaluates the deterministic policy
 on episodes of its own along the way, and writes every evaluation to
-``experiments/results/<agent>_<env>.csv``. It prints the interquartile mean of the last
+``experiments/results/<agent>_<env>.csv``. Options that it does not know are those of
+`experiments.train`, for every seed. It prints the interquartile mean of the last
 evaluation with a 95 % stratified bootstrap interval.
 """
 
@@ -37,7 +38,6 @@ class Options:
       jobs: runs at a time.
       preset: see experiments/presets.py.
       name: of the CSV; by default that of the agent.
-      options: further options of every run, as experiments.train takes them.
     """
 
     agent: str = "ppo"
@@ -49,10 +49,14 @@ class Options:
     jobs: int = 2
     preset: str = "auto"
     name: str | None = None
-    options: tuple[str, ...] = ()
 
-    def argv(self, seed: int) -> list[str]:
-        """The words that experiments.train would be given for one seed."""
+    def argv(self, seed: int, more: Sequence[str]) -> list[str]:
+        """The words that experiments.train would be given for one seed.
+
+        Args:
+          seed: the seed.
+          more: further options of every run.
+        """
         given = {
             "env": self.env,
             "preset": self.preset,
@@ -64,17 +68,18 @@ class Options:
             "directory": None,
         }
         words = [str(word) for name in given for word in (f"--{name}", given[name])]
-        return [self.agent, *words, "--no-show-progress", *self.options]
+        return [self.agent, *words, "--no-show-progress", *more]
 
 
-def run_seed(options: Options, seed: int) -> list[dict[str, Any]]:
+def run_seed(options: Options, more: Sequence[str], seed: int) -> list[dict[str, Any]]:
     """Trains one seed; its evaluations, one row each.
 
     Args:
       options: of all seeds.
+      more: further options of every run, as experiments.train takes them.
       seed: this one.
     """
-    agent, config = train.read(options.argv(seed))
+    agent, config = train.read(options.argv(seed, more))
     history = train.Run(agent, config).train()
     return [
         {
@@ -120,13 +125,17 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the words after the program's name; None reads the process's own.
     """
     words = sys.argv[1:] if argv is None else argv
-    options = command_line.parse(Options, words, prog=PROG)
-    train.read(options.argv(0))  # Refuses what no run could be given.
+    options, more = command_line.parse(
+        Options, words, prog=PROG, return_unknown_args=True
+    )
+    train.read(options.argv(0, more))  # Refuses what no run could be given.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(
         options.jobs, mp_context=context, max_tasks_per_child=1
     ) as pool:
-        runs = pool.map(functools.partial(run_seed, options), range(options.seeds))
+        runs = pool.map(
+            functools.partial(run_seed, options, more), range(options.seeds)
+        )
         rows = []
         for seed, run in enumerate(runs):
             rows += run

@@ -1,11 +1,13 @@
 """Whole programs as a user starts them: their words, exit codes and streams."""
 
+import contextlib
 import dataclasses
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -67,3 +69,22 @@ def finish(process: subprocess.Popen) -> Ended:
 def run(*words: object, num_devices: int = 1) -> Ended:
     """Runs Python to its end; see `start`."""
     return finish(start(*words, num_devices=num_devices))
+
+
+def run_together(
+    *programs: list[object], num_devices: Sequence[int] = ()
+) -> list[Ended]:
+    """Runs several programs at once to the end of all.
+
+    Args:
+      *programs: each by its words.
+      num_devices: CPU devices of each; none is one each.
+    """
+    started = [
+        start(*words, num_devices=number)
+        for words, number in zip(programs, num_devices or [1] * len(programs))
+    ]
+    with contextlib.ExitStack() as stack:
+        for process in started:
+            stack.callback(process.kill)
+        return [finish(process) for process in started]

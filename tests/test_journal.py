@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.table import Table
 
-from fps_jax.runtime.acting import Episode, Segment
+from fps_jax.runtime.exchange import Episode, Segment
 from fps_jax.runtime.journal import History, Journal
 from fps_jax.runtime.metrics import Sink
 from fps_jax.types import AgentState

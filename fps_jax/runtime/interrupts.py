@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fps_jax.runtime.acting import StalledError
+from fps_jax.runtime.exchange import StalledError
 
 
 class Interrupt:

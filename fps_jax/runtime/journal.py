@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from fps_jax.runtime.acting import Episode, Segment
+from fps_jax.runtime.exchange import Episode, Segment
 from fps_jax.runtime.metrics import Sink, Timers
 from fps_jax.types import AgentState
 

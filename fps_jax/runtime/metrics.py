@@ -155,6 +155,41 @@ def fan_out(sinks: Iterable[Sink]) -> Sink:
     return Sink(write, close)
 
 
+def open_sinks(
+    directory: Path,
+    *,
+    resume_at: int,
+    tensorboard: bool,
+    wandb_project: str | None,
+    options: Mapping[str, Any],
+) -> tuple[Sink, list[dict[str, Any]]]:
+    """Opens the sinks of a run: JSON lines always, others when asked.
+
+    Args:
+      directory: the run's folder.
+      resume_at: env steps that it goes on from; 0 at its start.
+      tensorboard: write TensorBoard events.
+      wandb_project: Weights & Biases project; None sends nothing.
+      options: of the run, to show beside it.
+
+    Returns:
+      One sink for all, and the records from before the run was resumed.
+    """
+    path = directory / "metrics.jsonl"
+    sinks = [jsonl_sink(path, resume_at=resume_at)]
+    if tensorboard:
+        sinks.append(tensorboard_sink(directory, resume_at=resume_at))
+    if wandb_project:
+        wandb = wandb_sink(
+            project=wandb_project,
+            run_id=directory.name,
+            config=options,
+            directory=directory,
+        )
+        sinks.append(wandb)
+    return fan_out(sinks), read_jsonl(path)
+
+
 class Timers:
     """Adds up wall-clock seconds by name; cheap enough for a loop of actions.
 

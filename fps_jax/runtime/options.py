@@ -40,7 +40,8 @@ class TrainConfig:
       show_progress: show a progress bar, or lines where there is no terminal.
       on_nonfinite: what a NaN or infinite observation or reward does: end the run, or
         mask the rows that touch it. Those of the learner always end it.
-      stall_limit_s: longest wait for another thread before the run fails, in seconds.
+      stall_limit_s: longest wait for a rollout, or for a step of an evaluation, before
+        the run fails, in seconds.
       distributed: start jax.distributed, from its environment's settings or these.
       coordinator_address: of the first host, as host:port.
       num_processes: how many hosts there are.

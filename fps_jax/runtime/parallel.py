@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from fps_jax.types import Agent, AgentState, Metrics, Trajectory
@@ -29,6 +30,53 @@ def learner_mesh(
       devices: of one kind, in the order that shards the environments.
     """
     return Mesh(np.asarray(devices), (AXIS,))
+
+
+def join_hosts(
+    coordinator_address: str | None, num_processes: int | None, process_id: int | None
+) -> None:
+    """Joins the other hosts; before anything else touches a device.
+
+    Args:
+      coordinator_address: of the first host; None asks the cluster, here and below.
+      num_processes: how many hosts there are.
+      process_id: which of them this is.
+    """
+    jax.distributed.initialize(
+        coordinator_address,
+        num_processes,
+        process_id,
+        # Those that come to their end meet first; one that fails must not wait five
+        # minutes for the others to do the same.
+        shutdown_timeout_seconds=5,
+    )
+
+
+def meet_hosts() -> None:
+    """Waits for all hosts, so that they end together."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("the end")
+
+
+def learner_devices(per_host: int | None) -> list[Any]:
+    """The first devices of each host, in the hosts' order.
+
+    Args:
+      per_host: how many of each; None is all.
+
+    Raises:
+      ValueError: if a host has fewer.
+    """
+    have = jax.local_device_count()
+    if per_host is not None and per_host > have:
+        raise ValueError(
+            f"learner_devices {per_host} is more than the {have} there are."
+        )
+    devices = []
+    for host in range(jax.process_count()):
+        here = [d for d in jax.devices() if d.process_index == host]
+        devices += here[:per_host]
+    return devices
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:

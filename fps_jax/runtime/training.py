@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from fps_jax.runtime import envs, metrics, parallel, runs
-from fps_jax.runtime.acting import Actor, Crew, NonFiniteError, Segment, Stopped
+from fps_jax.runtime.acting import Actor, Crew
 from fps_jax.runtime.checkpoints import Checkpoints, open_checkpoints
 from fps_jax.runtime.evaluation import evaluate
+from fps_jax.runtime.exchange import NonFiniteError, Segment, Stopped
 from fps_jax.runtime.interrupts import Interrupt, interrupts, watched
 from fps_jax.runtime.journal import History, Journal
 from fps_jax.runtime.options import TrainConfig
@@ -76,13 +76,8 @@ class Run:
           ValueError: if an option is impossible; nothing has been written then.
         """
         if config.distributed and not jax.distributed.is_initialized():
-            jax.distributed.initialize(
-                config.coordinator_address,
-                config.num_processes,
-                config.process_id,
-                # At their end all hosts meet in `train`; a host that fails must not
-                # wait five minutes for the others to do the same.
-                shutdown_timeout_seconds=5,
+            parallel.join_hosts(
+                config.coordinator_address, config.num_processes, config.process_id
             )
         self.config = config
         self._make_env = make_env
@@ -95,7 +90,7 @@ class Run:
         checkpoint, meta = self._find_checkpoint()
         self._resumes = meta["resumes"] + 1 if meta else 0
 
-        mesh = parallel.learner_mesh(_learner_devices(config.learner_devices))
+        mesh = parallel.learner_mesh(parallel.learner_devices(config.learner_devices))
         self._eval_env = self._make_envs(_EVALUATE, 0, max(1, config.eval_episodes))
         spec = self._eval_env.spec
         agent = agent_config.make(spec, total_env_steps=config.total_env_steps)
@@ -126,7 +121,7 @@ class Run:
             self._restore(self.checkpoints, checkpoint, meta)
         if self.directory is None and config.directory and jax.process_index() == 0:
             self.directory = runs.run_directory(*place, datetime.datetime.now())
-        self.journal = Journal(*self._open_sinks(agent_config), config.num_actors)
+        self.journal = self._open_journal(agent_config)
         self.journal.recent_returns.extend(meta.get("recent_returns", ()))
 
     def train(self) -> History:
@@ -134,8 +129,7 @@ class Run:
         try:
             with interrupts() as interrupt:
                 self._loop(interrupt)
-            if jax.process_count() > 1:  # The first may still evaluate.
-                multihost_utils.sync_global_devices("the end of training")
+            parallel.meet_hosts()  # The first may still evaluate.
             return self._history()
         finally:
             self.journal.close()
@@ -163,12 +157,10 @@ class Run:
             num_rollouts=self.num_updates,
             stall_limit_s=config.stall_limit_s,
         )
+        shows = config.show_progress and jax.process_index() == 0
         try:
             with (
-                progress(
-                    config.total_env_steps,
-                    enabled=config.show_progress and jax.process_index() == 0,
-                ) as bar,
+                progress(config.total_env_steps, enabled=shows) as bar,
                 contextlib.suppress(Stopped),  # A signal ended a wait for the actors.
             ):
                 self._publish(crew)
@@ -219,7 +211,7 @@ class Run:
             self.env_steps,
             self.journal.steps_per_s(),
             self.journal.recent_return(),
-            lag,
+            float(lag),
         )
 
     def _publish(self, crew: Crew) -> None:
@@ -344,32 +336,28 @@ class Run:
         """What a checkpoint holds; the actors only if they can be put back."""
         return {"agent": parallel.read_state(self.state), "actors": self._carries}
 
-    def _open_sinks(self, agent_config: AgentConfig):
-        """Opens the sinks of process 0, and reads what they were told before."""
+    def _open_journal(self, agent_config: AgentConfig) -> Journal:
+        """Opens the journal; only that of the first host has sinks."""
         config = self.config
         if self.directory is None or jax.process_index() != 0:
-            return metrics.fan_out([]), []
-        written = dataclasses.asdict(config) | {
+            return Journal(metrics.fan_out([]), [], config.num_actors)
+        options = dataclasses.asdict(config) | {
             "agent": dataclasses.asdict(agent_config)
         }
-        runs.write_config(self.directory / "config.json", written)
-        path, resume_at = self.directory / "metrics.jsonl", self.env_steps
-        sinks = [metrics.jsonl_sink(path, resume_at=resume_at)]
-        if config.tensorboard:
-            sinks.append(metrics.tensorboard_sink(self.directory, resume_at=resume_at))
-        if config.wandb_project:
-            wandb = metrics.wandb_sink(
-                project=config.wandb_project,
-                run_id=self.directory.name,
-                config=written,
-                directory=self.directory,
-            )
-            sinks.append(wandb)
-        return metrics.fan_out(sinks), metrics.read_jsonl(path) if self.update else []
+        runs.write_config(self.directory / "config.json", options)
+        sink, past = metrics.open_sinks(
+            self.directory,
+            resume_at=self.env_steps,
+            tensorboard=config.tensorboard,
+            wandb_project=config.wandb_project,
+            options=options,
+        )
+        return Journal(sink, past if self.update else [], config.num_actors)
 
     def _history(self) -> History:
         journal = self.journal
         latest = journal.latest("eval/return")
+        latest = journal.recent_return() if math.isnan(latest) else latest
         return History(
             records=journal.records,
             state=parallel.read_state(self.state),
@@ -377,9 +365,7 @@ class Run:
             summary=summary_table(
                 env_steps=journal.env_steps(),
                 wall_s=journal.wall_s(),
-                episode_return=journal.recent_return()
-                if math.isnan(latest)
-                else latest,
+                episode_return=latest,
                 threads=journal.seconds(),
             ),
         )
@@ -429,24 +415,3 @@ class Run:
             rollout_steps=config.rollout_steps,
             masks_nonfinite=config.on_nonfinite == "mask",
         )
-
-
-def _learner_devices(per_host: int | None) -> list[Any]:
-    """The first devices of each host, in the hosts' order.
-
-    Args:
-      per_host: how many of each; None is all.
-
-    Raises:
-      ValueError: if a host has fewer.
-    """
-    have = jax.local_device_count()
-    if per_host is not None and per_host > have:
-        raise ValueError(
-            f"learner_devices {per_host} is more than the {have} there are."
-        )
-    devices = []
-    for host in range(jax.process_count()):
-        here = [d for d in jax.devices() if d.process_index == host]
-        devices += here[:per_host]
-    return devices

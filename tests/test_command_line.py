@@ -1,0 +1,151 @@
+"""What a user types, and the one line that answers a mistake."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from scripted_env import ScriptedEnv
+
+from experiments import bench_ppo, figures, learning, presets, results, train
+from fps_jax.agents.ppo import PPOConfig
+from fps_jax.runtime.metrics import read_jsonl
+from fps_jax.runtime.options import TrainConfig
+
+SHAPES = ["--num-envs", "4", "--rollout-steps", "16", "--minibatch-size", "32"]
+SHAPES += ["--num-epochs", "1", "--hidden-sizes", "8"]
+SMALL = ["ppo", "--env", "CartPole-v1", "--preset", "none", *SHAPES]
+SMALL += ["--total-env-steps", "256", "--eval-episodes", "2", "--eval-every", "128"]
+
+
+def refusal(capsys, words):
+    """The one line on stderr with which a command line is refused."""
+    with pytest.raises(SystemExit) as end:
+        train.main(words)
+    stdout, stderr = capsys.readouterr()
+    assert (end.value.code, stdout) == (2, "")
+    assert stderr.count("\n") == 1
+    return stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("ppo --lerning-rate 3", ["--lerning-rate", "--learning-rate"]),
+        ("ppo --learning-rate fast", ["--learning-rate", "fast"]),
+        ("ppo --mapping threads", ["--mapping", "threads", "pmap"]),
+        ("ppo --clip-epsilon 2", ["clip_epsilon 2", "(0, 1)"]),
+        ("ppo --num-envs 0", ["num_envs 0", "at least 1"]),
+        ("ppo --gamma nan", ["gamma nan", "[0, 1]"]),
+        ("ppo --activation cubic", ["activation 'cubic'", "tanh"]),
+        ("ppo --env CartPol-v1", ["CartPol-v1", "CartPole-v1"]),
+        ("ppo --preset Hoper-v4", ["'Hoper-v4'", "Hopper-v4"]),
+        ("ppo --minibatch-size 48", ["minibatch_size 48", "2048 rows"]),
+        ("ppo --learner-devices 99", ["learner_devices 99", "4"]),
+        ("ppo --num-envs 3", ["num_envs 3", "4 learner_devices"]),
+        ("ppo --env CartPole-v1 --env-options frame_skip 4", ["frame_skip"]),
+        ("ppo --resume-step 3", ["resume_step 3", "resume"]),
+        ("sarsa", ["'sarsa'", "ppo"]),
+        ("", ["first word", "ppo"]),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_option_value_and_limit(
+    capsys, tmp_path, monkeypatch, words, parts
+):
+    monkeypatch.chdir(tmp_path)
+    line = refusal(capsys, words.split())
+    for part in parts:
+        assert part in line
+    assert not list(tmp_path.iterdir())  # Nothing was written before it was refused.
+
+
+def test_help_lists_every_option_with_its_default(capsys):
+    with pytest.raises(SystemExit) as end:
+        train.main(["ppo", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0
+    for config in (PPOConfig, TrainConfig):
+        for field in config.__dataclass_fields__:
+            assert f"--{field.replace('_', '-').strip('-')}" in text, field
+    assert "--rollout-steps INT" in text
+    assert "(default: 0.2)" in text
+
+
+@pytest.mark.parametrize("env", presets.PRESETS["ppo"])
+def test_a_preset_is_the_default_and_the_command_line_overrides_it(env):
+    for_agent, for_run = presets.PRESETS["ppo"][env]
+    agent, run = train.read(["ppo", "--env", env, "--num-envs", "4"])
+    plain = train.read(["ppo", "--env", env, "--preset", "none"])
+    assert plain == (PPOConfig(), TrainConfig(env=env))
+    assert run.num_envs == 4
+    assert run.rollout_steps == for_run["rollout_steps"]
+    for name, value in for_agent.items():
+        assert getattr(agent, name) == value
+
+
+def test_a_run_leaves_its_folder_and_a_table_and_goes_on_when_asked(capsys, tmp_path):
+    words = [*SMALL, "--directory", str(tmp_path)]
+    assert train.main(words) == 0
+    stdout, stderr = capsys.readouterr()
+    (folder,) = (tmp_path / "CartPole-v1" / "ppo").iterdir()
+    assert folder.name.endswith("_s0")
+    assert "where the time went" in stdout
+    assert "inference" in stdout
+    assert str(folder / "learning_curve.png") in stdout
+    assert "steps/s" in stderr  # Lines, as stderr is no terminal.
+    names = {path.name.split(".")[0] for path in folder.iterdir()}
+    assert {"config", "metrics", "checkpoints", "learning_curve", "events"} <= names
+    config = json.loads((folder / "config.json").read_text())
+    assert config["config"]["agent"]["minibatch_size"] == 32
+    assert config["versions"]["jax"]
+    assert config["device_kind"]
+    first = read_jsonl(folder / "metrics.jsonl")
+
+    assert train.main([*words, "--resume", "--total-env-steps", "512"]) == 0
+    both = read_jsonl(folder / "metrics.jsonl")
+    assert both[: len(first)] == first
+    assert both[-1]["env_steps"] > first[-1]["env_steps"]
+    assert len(list((tmp_path / "CartPole-v1" / "ppo").iterdir())) == 1
+
+
+def test_several_seeds_become_a_csv_that_says_how_and_a_figure(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    words = "--env CartPole-v1 --preset none --seeds 1 --total-env-steps 256 "
+    words += f"--evaluations 2 --eval-episodes 2 --jobs 1 {' '.join(SHAPES)}"
+    assert learning.main(words.split()) == 0
+    assert "IQM" in capsys.readouterr().out
+    path = tmp_path / "ppo_CartPole-v1.csv"
+    assert path.read_text().startswith("# command: ")
+    rows = results.read_csv(path)
+    assert {row["env"] for row in rows} == {"CartPole-v1"}
+    assert all(math.isfinite(float(row["return"])) for row in rows)
+    figures.draw_learning([path], tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("runs", [1, 3, 4, 5, 10])
+def test_the_interquartile_mean_is_that_of_the_middle_half(runs):
+    values = np.random.default_rng(runs).normal(size=(runs, 2))
+    repeated = np.sort(np.repeat(values, 4, axis=0), axis=0)
+    expected = repeated[runs : 3 * runs].mean(axis=0)
+    np.testing.assert_allclose(figures.interquartile_mean(values), expected)
+
+
+def test_the_benchmark_compares_only_what_was_measured():
+    medians = {"ours, lag 1": 12.0, "sb3, dummy": 2.0, "sb3, subproc": 3.0}
+    assert bench_ppo.ratios(medians) == {"ours lag 1 / fastest sb3": 4.0}
+    assert bench_ppo.rate([(1, 9.0), (10, 10.0), (40, 12.0)]) == {
+        "steps_per_s": 15.0,
+        "start_s": 10.0,
+    }
+
+
+def test_another_environment_trains_through_the_same_command(capsys, tmp_path):
+    make_env = lambda env_id, *, num_envs, seeds, **_: ScriptedEnv(
+        num_envs, first=seeds[0] % 1000
+    )
+    words = [*SMALL, "--env", "Scripted-v0", "--directory", str(tmp_path)]
+    assert train.main(words, make_env=make_env) == 0
+    assert (tmp_path / "Scripted-v0").is_dir()

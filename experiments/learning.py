@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import multiprocessing
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,9 +112,12 @@ def interquartile_mean(returns: Sequence[float]) -> tuple[float, float, float]:
 
     aggregate = lambda scores: np.array([metrics.aggregate_iqm(scores)])
     scores = {"runs": np.asarray(returns)[:, None]}
-    points, intervals = library.get_interval_estimates(
-        scores, aggregate, reps=2000, random_state=np.random.RandomState(0)
-    )
+    with warnings.catch_warnings():
+        # rliable hands its seed to arch under a name that arch gives up.
+        warnings.filterwarnings("ignore", message="random_state is deprecated")
+        points, intervals = library.get_interval_estimates(
+            scores, aggregate, reps=2000, random_state=np.random.RandomState(0)
+        )
     low, high = intervals["runs"][:, 0]
     return float(points["runs"][0]), float(low), float(high)
 

@@ -73,7 +73,7 @@ def resume(directory: Path) -> Run:
     return Run(TinyConfig(), config, make_env=make_env)
 
 
-STEP, LATER = 40, 70  # In the sixth and in the ninth rollout.
+# Steps 40 and 43 are in the sixth rollout.
 FAILURES = {
     "an actor raises": (
         '{"env": {"fail_at_step": 40}}',
@@ -176,7 +176,6 @@ def episodes(run: Run) -> int:
 
 
 def test_a_second_process_goes_on_bit_for_bit(tmp_path):
-    """Parameters, optimiser, statistics, keys, counters, environments: all of it."""
     ppo = {
         "max_lag": 0,
         "total_env_steps": 10 * ROWS,
@@ -261,13 +260,13 @@ def test_a_full_disk_ends_the_run_and_spoils_no_checkpoint(small_disk):
     assert not list(leftovers.glob(".*"))
 
 
-def test_what_a_user_types_is_a_program():
-    """The module itself, in its own process: nothing else is on stderr."""
-    module = ["-m", "experiments.train"]
+def test_a_refusal_and_a_help_are_all_that_their_process_says():
+    module = ["-m", "experiments.train", "ppo"]
     refused, helped = processes.run_together(
-        [*module, "ppo", "--clip-epsilon", 2], [*module, "ppo", "--help"]
+        [*module, "--clip-epsilon", 2], [*module, "--help"]
     )
     assert (refused.code, refused.stdout) == (2, "")
-    assert refused.stderr == ("experiments.train: clip_epsilon 2.0 is not in (0, 1).\n")
+    assert refused.stderr.count("\n") == 1
+    assert "clip_epsilon 2.0" in refused.stderr
     assert (helped.code, helped.stderr) == (0, "")
     assert "--clip-epsilon" in helped.stdout

@@ -89,7 +89,8 @@ def test_a_record_without_an_update_says_what_it_can():
 def test_seconds_rows_and_speed_add_up_over_the_run():
     journal, written = open_journal()
     journal.timers.add("learn", 1.5)
-    journal.add(update(0.0), [segment(env=1.0), segment(env=10.0)], lag=0)
+    segments = [segment(env=1.0, nonfinite=2), segment(env=10.0)]
+    journal.add(update(0.0), segments, lag=0)
     journal.write(10, {})
     journal.timers.add("learn", 1.0)
     segments = [segment(env=2.0, nonfinite=3), segment(inference=4.0, nonfinite=1)]
@@ -102,7 +103,7 @@ def test_seconds_rows_and_speed_add_up_over_the_run():
     assert second["seconds/actor 1/env"] == 10.0
     assert second["seconds/actor 1/inference"] == 4.0
     assert second["seconds/learner/learn"] == 2.5
-    assert (first["nonfinite_rows"], second["nonfinite_rows"]) == (0, 4)
+    assert (first["nonfinite_rows"], second["nonfinite_rows"]) == (2, 6)
     assert journal.env_steps() == 40
     assert journal.seconds()["learner"] == {"learn": 2.5}
     assert 0.01 < journal.wall_s() < 60

@@ -125,17 +125,15 @@ def test_published_parameters_outlive_the_donated_state(ppo, backend):
     assert_trees_all_equal(published, before)
 
 
-def test_replicating_copies_so_that_donation_spares_the_source():
+def test_replicas_share_no_memory_with_their_source_or_each_other():
     memory = np.zeros(4096 + 64, np.uint8)
-    start = -memory.ctypes.data % 64  # JAX shares memory that is aligned like this.
+    start = -memory.ctypes.data % 64  # JAX would share memory that is aligned so.
     source = memory[start : start + 4096].view(np.float32)
-    mesh = make_mesh(2)
-    overwrite = jax.jit(lambda x: x + 1, donate_argnums=0)
-    first, second = (parallel.replicate(source, mesh) for _ in range(2))
-    jax.block_until_ready(overwrite(first))
-    assert first.is_deleted()
-    np.testing.assert_array_equal(source, 0)
-    np.testing.assert_array_equal(parallel.read(second), 0)
+    replicas = parallel.replicate(source, make_mesh(2))
+    parts = [part.data for part in replicas.addressable_shards]
+    assert len({source.ctypes.data, *(p.unsafe_buffer_pointer() for p in parts)}) == 3
+    source[:] = 1
+    np.testing.assert_array_equal(parallel.read(replicas), 0)
 
 
 def test_what_was_read_outlives_the_donated_source():
@@ -144,10 +142,17 @@ def test_what_was_read_outlives_the_donated_source():
     kept = parallel.read(state)
     jax.block_until_ready(jax.jit(lambda x: x + 1, donate_argnums=0)(state))
     np.testing.assert_array_equal(kept, 0)
-    assert isinstance(kept, np.ndarray)
+    assert kept.flags.owndata
 
 
 # --------------------------------------------------------- environments on devices
+
+
+def test_the_first_devices_learn_and_no_more_than_there_are():
+    assert parallel.learner_devices(None) == jax.devices()
+    assert parallel.learner_devices(3) == jax.devices()[:3]
+    with pytest.raises(ValueError, match="learner_devices 5 is more than the 4"):
+        parallel.learner_devices(5)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])

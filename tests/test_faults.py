@@ -16,7 +16,7 @@ from fps_jax.runtime.metrics import read_jsonl
 from fps_jax.runtime.options import TrainConfig
 from fps_jax.runtime.training import Run
 
-SOON_S = 10.0
+SOON_S = 30.0  # Ten on a quiet machine; other tests run beside this one.
 STALL_LIMIT_S = 15.0
 ROWS = 32
 OPTIONS = {
@@ -93,7 +93,7 @@ FAILURES = {
     "the loss is NaN": (
         "{}",
         {"nan_at_update": 5},
-        "NonFiniteError: the learner's loss became NaN or infinite at update 6",
+        "NonFiniteError: loss became NaN or infinite at update 6",
     ),
     "an environment hangs": (
         '{"env": {"hang_at_step": 43}}',

@@ -14,7 +14,7 @@ from tiny_agent import TinyConfig
 
 from fps_jax.agents.ppo import PPOConfig
 from fps_jax.runtime import envs
-from fps_jax.runtime.checkpoints import CheckpointError
+from fps_jax.runtime.checkpoints import CheckpointError, open_checkpoints
 from fps_jax.runtime.journal import History
 from fps_jax.runtime.metrics import read_jsonl
 from fps_jax.runtime.options import TrainConfig
@@ -427,6 +427,8 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_offered(tmp_path)
     again = train(TINY, options, make_env=make_ageing(None))
     assert_same(whole.state, again.state)
     assert untimed(again.records) == untimed(whole.records)
+    # What it saves takes the place of what was damaged.
+    assert open_checkpoints(newest.parent).meta(10)["resumes"] == 1
 
 
 def test_a_checkpoint_of_another_network_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fps_jax.runtime.envs import RestorableEnv, VectorEnv
+from fps_jax.runtime.envs import RestorableEnv, VectorEnv, zero_nonfinite
 from fps_jax.runtime.exchange import (
     ActorCarry,
     Episode,
@@ -126,7 +126,7 @@ class Actor:
             clock = time.perf_counter()
             count = np.uint32((rollout * self._rollout_steps + t) % 2**32)
             # A NaN here would come back as a NaN action; `_check_finite` has the say.
-            seen = _zeroed(observation)
+            seen = zero_nonfinite(observation)
             on_device = jax.device_put((seen, count), self.device)
             timers.add("transfer", -clock + (clock := time.perf_counter()))
             action, behaviour = self._act(params, on_device[0], self._key, on_device[1])
@@ -168,23 +168,16 @@ class Actor:
                 f"infinity at step {t} of its rollout (on_nonfinite is 'stop')."
             )
         masked = trajectory._replace(
-            observation=_zeroed(trajectory.observation),
-            reward=_zeroed(trajectory.reward),
+            observation=zero_nonfinite(trajectory.observation),
+            reward=zero_nonfinite(trajectory.reward),
             is_valid=trajectory.is_valid & good_rows,
         )
         return masked, int((trajectory.is_valid & ~good_rows).sum())
 
 
-def _zeroed(x: Any) -> Any:
-    """Replaces NaNs and infinities by 0; integers have none."""
-    if x.dtype.kind != "f":
-        return x
-    return np.where(np.isfinite(x), x, np.zeros((), x.dtype))
-
-
 def _count_episodes(step, returns: np.ndarray, lengths: np.ndarray) -> list[Episode]:
     """Adds a step to the running episodes; takes out those that ended with it."""
-    returns += _zeroed(step.reward)
+    returns += zero_nonfinite(step.reward)
     lengths += ~step.is_reset
     ended = np.flatnonzero(step.terminated | step.truncated)
     episodes = [Episode(float(returns[i]), int(lengths[i])) for i in ended]

@@ -282,6 +282,17 @@ def env_spec(
     return read_task(env_id, max_episode_steps, env_options).spec
 
 
+def zero_nonfinite(x: Any) -> Any:
+    """Replaces NaNs and infinities by 0; integers have none.
+
+    Args:
+      x: a numpy array.
+    """
+    if x.dtype.kind != "f":
+        return x
+    return np.where(np.isfinite(x), x, np.zeros((), x.dtype))
+
+
 def _as_seen(observation: np.ndarray) -> np.ndarray:
     """Casts float64 observations to float32, on the host; leaves the others."""
     if observation.dtype != np.float64:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fps_jax.runtime.envs import VectorEnv
+from fps_jax.runtime.envs import VectorEnv, zero_nonfinite
 
 
 class Evaluation(NamedTuple):
@@ -49,8 +49,8 @@ def evaluate(
       env: environments that nothing else uses; they are reset first.
       key: of this evaluation alone; folded with the count of its acts.
       episodes_per_env: full episodes of each environment, at least 1.
-      max_steps: a limit for tasks that have none of their own: a longer episode is
-        cut and counted as it stands.
+      max_steps: steps after which every running episode is cut and counted as it
+        stands, for tasks that have no limit of their own.
       is_interrupted: asked at every step; True ends every running episode there.
 
     Returns:
@@ -62,7 +62,9 @@ def evaluate(
     episode = np.zeros(env.num_envs, np.int64)
     count = 0
     while (episode < episodes_per_env).any() and not is_interrupted():
-        on_device = jax.device_put((observation, np.uint32(count)))
+        # A NaN would come back as an action; as a reward it stays to be seen.
+        seen = zero_nonfinite(observation)
+        on_device = jax.device_put((seen, np.uint32(count)))
         action, _ = act(params, on_device[0], key, on_device[1])
         step = env.step(jax.device_get(action))
         observation, count = step.observation, count + 1

@@ -24,6 +24,8 @@ from fps_jax.types import AgentConfig
 
 # Independent streams of random numbers, each folded into the root key of a run.
 _INIT, _ACT, _PUBLISH, _EVALUATE = range(4)
+# Steps after which an evaluation of a task without a time limit is cut.
+_LONGEST_EVALUATION = 100_000
 
 
 def train(
@@ -174,7 +176,9 @@ class Run:
             self._save_after(error)
             raise
         finally:
-            crew.stop(join_limit_s=3.0)
+            if crew.stop(join_limit_s=3.0):
+                for actor in self.actors:
+                    actor.close()
 
     def _iterate(self, crew: Crew, interrupt: Interrupt, show) -> None:
         """One update: take, learn, publish, then tell and save what is due."""
@@ -232,8 +236,8 @@ class Run:
         bad = sorted(name for name, value in values.items() if not math.isfinite(value))
         if bad:
             raise NonFiniteError(
-                f"the learner's {', '.join(bad)} became NaN or infinite at update "
-                f"{self.update}, after {self.env_steps} env steps."
+                f"{', '.join(bad)} became NaN or infinite at update {self.update}, "
+                f"after {self.env_steps} env steps."
             )
 
     def _tell(self, before: int, interrupt: Interrupt) -> None:
@@ -257,19 +261,24 @@ class Run:
             view = parallel.first_replica(self.state.learner)
             params = self.program.actor_params(view, None)
             key = self._key(_EVALUATE, self.update)
+            has_limit = self._eval_env.spec.max_episode_steps is not None
             evaluation = watched(
                 lambda is_interrupted: evaluate(
                     self.program.act_greedily,
                     params,
                     self._eval_env,
                     key,
+                    max_steps=None if has_limit else _LONGEST_EVALUATION,
                     is_interrupted=is_interrupted,
                 ),
                 interrupt,
                 name="an evaluation",
                 stall_limit_s=self.config.stall_limit_s,
             )
-        return {} if evaluation is None else evaluation.metrics()
+        values = {} if evaluation is None else evaluation.metrics()
+        if self.config.on_nonfinite == "stop":
+            self._check_finite(values)
+        return values
 
     # ----------------------------------------------------------------- what lasts
 

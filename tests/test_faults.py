@@ -30,7 +30,6 @@ OPTIONS = {
     "--checkpoint-every": 60,
     "--keep-checkpoints": 100,
     "--log-every": 100,
-    "--stall-limit-s": STALL_LIMIT_S,
 }
 
 
@@ -97,12 +96,12 @@ FAILURES = {
     ),
     "an environment hangs": (
         '{"env": {"hang_at_step": 43}}',
-        {},
+        {"stall_limit_s": STALL_LIMIT_S},
         r"StalledError: waited 15 s for a rollout .* \(the limit is stall_limit_s\)",
     ),
     "an evaluation hangs": (
         '{"eval_env": {"hang_at_step": 2}}',
-        {"eval_every": 160},
+        {"eval_every": 160, "stall_limit_s": STALL_LIMIT_S},
         "StalledError: an evaluation made no step in 15 s",
     ),
 }

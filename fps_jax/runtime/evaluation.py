@@ -8,6 +8,9 @@ import numpy as np
 
 from fps_jax.runtime.envs import VectorEnv, zero_nonfinite
 
+LONGEST = 100_000
+"""Steps after which an evaluation of a task without a time limit is cut."""
+
 
 class Evaluation(NamedTuple):
     """Undiscounted returns and lengths of full episodes.
@@ -50,12 +53,14 @@ def evaluate(
       key: of this evaluation alone; folded with the count of its acts.
       episodes_per_env: full episodes of each environment, at least 1.
       max_steps: steps after which every running episode is cut and counted as it
-        stands, for tasks that have no limit of their own.
+        stands; None is no limit, or `LONGEST` if the task has none of its own.
       is_interrupted: asked at every step; True ends every running episode there.
 
     Returns:
       Returns and lengths, in each environment's own order.
     """
+    if max_steps is None and env.spec.max_episode_steps is None:
+        max_steps = LONGEST
     observation = env.reset()
     shape = episodes_per_env, env.num_envs
     returns, lengths = np.zeros(shape), np.zeros(shape, np.int64)
@@ -64,9 +69,9 @@ def evaluate(
     while (episode < episodes_per_env).any() and not is_interrupted():
         # A NaN would come back as an action; as a reward it stays to be seen.
         seen = zero_nonfinite(observation)
-        on_device = jax.device_put((seen, np.uint32(count)))
-        action, _ = act(params, on_device[0], key, on_device[1])
-        step = env.step(jax.device_get(action))
+        with jax.transfer_guard("allow"):  # As in acting: part of the call.
+            action = np.asarray(act(params, seen, key, np.uint32(count))[0])
+        step = env.step(action)
         observation, count = step.observation, count + 1
         running = np.flatnonzero(episode < episodes_per_env)
         returns[episode[running], running] += step.reward[running]

@@ -59,7 +59,7 @@ def interrupts() -> Iterator[Interrupt]:
 
 
 def watched(
-    work: Callable[[Callable[[], bool]], Any],
+    work: Callable[..., Any],
     interrupt: Interrupt,
     *,
     name: str,
@@ -69,8 +69,8 @@ def watched(
     """Does work that may hang, in a thread that can be given up.
 
     Args:
-      work: ``work(is_interrupted)``; it asks often, which shows that it goes on, and
-        ends soon once it is told True.
+      work: ``work(is_interrupted=...)``; it asks often, which shows that it goes on,
+        and ends soon once it is told True.
       interrupt: what interrupts it.
       name: what it is called in an error.
       stall_limit_s: longest time between two of its questions, in seconds.
@@ -94,7 +94,7 @@ def watched(
 
     def run() -> None:
         try:
-            results.append(work(is_interrupted))
+            results.append(work(is_interrupted=is_interrupted))
         except BaseException as error:
             errors.append(error)
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,8 +25,6 @@ from fps_jax.types import AgentConfig
 
 # Independent streams of random numbers, each folded into the root key of a run.
 _INIT, _ACT, _PUBLISH, _EVALUATE = range(4)
-# Steps after which an evaluation of a task without a time limit is cut.
-_LONGEST_EVALUATION = 100_000
 
 
 def train(
@@ -81,8 +80,7 @@ class Run:
             parallel.join_hosts(
                 config.coordinator_address, config.num_processes, config.process_id
             )
-        self.config = config
-        self._make_env = make_env
+        self.config, self._make_env = config, make_env
         self._root = jax.random.key(config.seed)
         self.update = self.env_steps = 0
         self.is_whole = True  # False within an update, and if it is not finite.
@@ -259,17 +257,13 @@ class Run:
             return {}
         with self.journal.timers("evaluate"):
             view = parallel.first_replica(self.state.learner)
-            params = self.program.actor_params(view, None)
-            key = self._key(_EVALUATE, self.update)
-            has_limit = self._eval_env.spec.max_episode_steps is not None
             evaluation = watched(
-                lambda is_interrupted: evaluate(
+                functools.partial(
+                    evaluate,
                     self.program.act_greedily,
-                    params,
+                    self.program.actor_params(view, None),
                     self._eval_env,
-                    key,
-                    max_steps=None if has_limit else _LONGEST_EVALUATION,
-                    is_interrupted=is_interrupted,
+                    self._key(_EVALUATE, self.update),
                 ),
                 interrupt,
                 name="an evaluation",

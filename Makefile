@@ -6,16 +6,13 @@ BIN := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 STAMP := $(VENV)/installed-$(VERSION)
 
-.PHONY: train test test-slow lint bench clean
+.PHONY: train test lint bench clean
 
 train: $(STAMP)
 	$(BIN)/python -m experiments.train ppo --env HalfCheetah-v4
 
 test: lint
-	$(BIN)/python -m pytest -n 2 -m "not slow"
-
-test-slow: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

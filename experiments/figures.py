@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy.stats import trim_mean  # By 0.25 an end: rliable's interquartile mean.
 
 from experiments import results
 from fps_jax.runtime.metrics import read_jsonl
@@ -18,7 +19,7 @@ from fps_jax.runtime.metrics import read_jsonl
 FOLDER = Path(__file__).parent / "figures"
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
-BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"
+BLUE, ORANGE = "#0072B2", "#E69F00"
 
 
 def draw_run(directory: Path) -> None:
@@ -48,19 +49,6 @@ def draw_run(directory: Path) -> None:
     figure.savefig(directory / "learning_curve.png", dpi=150)
 
 
-def interquartile_mean(values: np.ndarray) -> np.ndarray:
-    """Mean of the middle half of the values along the first axis, part values weighed.
-
-    Args:
-      values: ``[runs, ...]``.
-    """
-    runs = len(values)
-    ranks = np.arange(runs)
-    upper = np.minimum(ranks + 1, 0.75 * runs)
-    weights = np.clip(upper - np.maximum(ranks, 0.25 * runs), 0, 1) / (0.5 * runs)
-    return np.tensordot(weights, np.sort(values, axis=0), axes=1)
-
-
 def draw_task(axes: Axes, path: Path, *, points: int = 100) -> None:
     """Draws the learning curves of one task: the IQM of its seeds, and their range.
 
@@ -80,7 +68,7 @@ def draw_task(axes: Axes, path: Path, *, points: int = 100) -> None:
     returns = np.stack([np.interp(steps, *curve.T) for curve in curves])
     low, high = returns.min(axis=0), returns.max(axis=0)
     axes.fill_between(steps / 1e3, low, high, color=BLUE, alpha=0.2, linewidth=0)
-    axes.plot(steps / 1e3, interquartile_mean(returns), color=BLUE, linewidth=2)
+    axes.plot(steps / 1e3, trim_mean(returns, 0.25), color=BLUE, linewidth=2)
     axes.set_title(f"{rows[0]['env']}, {len(curves)} seeds", fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
 

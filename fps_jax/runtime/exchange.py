@@ -1,6 +1,6 @@
 """What the learner and its actors hand each other, and how they wait for it.
 
-Every wait here ends early when the crew stops and fails after a time limit.
+Every wait here ends early when the crew stops; the learner's fails after a time limit.
 """
 
 import threading

@@ -89,7 +89,9 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     sharding = NamedSharding(mesh, PartitionSpec())
 
     def put(x):
-        return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i].copy())
+        # Each device its own copy: JAX would share host memory that is well aligned.
+        parts = [jax.device_put(x.copy(), d) for d in mesh.local_devices]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
     return _map_data(put, tree)
 

@@ -22,7 +22,9 @@ from fps_jax.runtime.exchange import (
     StalledError,
     Stopped,
 )
-from fps_jax.types import Continuous
+from fps_jax.runtime.parallel import learner_mesh
+from fps_jax.runtime.program import compile_agent
+from fps_jax.types import Agent, Continuous
 
 LENGTH, ENVS = 5, 6
 LOGITS = np.zeros(3, np.float32)
@@ -37,10 +39,15 @@ def no_thread_is_left():
     assert not left
 
 
-@jax.jit
-def act(params, observation, key, count):
+def compiled(policy):
+    """A policy's `act` as a run compiles it."""
+    agent = Agent(init=None, actor_params=None, act=policy, update=None)
+    return compile_agent(agent, learner_mesh(jax.devices()[:1]), mapping="pmap").act
+
+
+@compiled
+def act(params, observation, key, *, explore):
     """A random policy of all that an observation holds."""
-    key = jax.random.fold_in(key, count)
     seen = 7 * jnp.sum(observation, axis=1, keepdims=True)
     logits = jnp.sin(seen + jnp.arange(3.0)[None]) + params[None]
     action = jax.random.categorical(key, logits)
@@ -318,7 +325,8 @@ def test_otherwise_a_bad_number_ends_the_run_and_says_where(field, value):
 def test_the_observation_is_blamed_and_not_the_action_that_it_led_to():
     env = BrokenEnv({1: ("observation", 0, np.nan)}, action=Continuous((-1.0,), (1.0,)))
 
-    def follow(params, observation, key, count):
+    @compiled
+    def follow(params, observation, key, *, explore):
         return observation[:, :1], {"log_prob": observation[:, 0]}
 
     with pytest.raises(NonFiniteError):

@@ -93,11 +93,9 @@ def minibatch_epochs(
     """
 
     def one_epoch(carry: Carry, epoch: Int[Array, ""]):
-        batch = batch_of(carry[0])
-        key_order = jax.random.fold_in(key, epoch)
-        order = jax.random.permutation(key_order, rows).reshape(num_minibatches, -1)
-        take = lambda index: jax.tree.map(lambda x: x[index], batch)
-        return jax.lax.scan(lambda c, index: step(c, take(index)), carry, order)
+        order = jax.random.permutation(jax.random.fold_in(key, epoch), rows)
+        split = lambda x: x[order].reshape(num_minibatches, -1, *x.shape[1:])
+        return jax.lax.scan(step, carry, jax.tree.map(split, batch_of(carry[0])))
 
     # Folded and not split: JAX's check of keys takes a scan over split keys, once
     # vmapped, for their second use.

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fps_jax.runtime.envs import RestorableEnv, VectorEnv, zero_nonfinite
+from fps_jax.runtime.envs import RestorableEnv, VectorEnv
 from fps_jax.runtime.exchange import (
     ActorCarry,
     Episode,
@@ -119,27 +119,26 @@ class Actor:
         timers = Timers()
         observation, returns, lengths, _ = self.carry()
         returns, lengths = returns.copy(), lengths.copy()
-        rows, observations, episodes = [], [observation], []
-        for t in range(self._rollout_steps):
-            if is_stopped():
-                raise Stopped(f"stopped in rollout {rollout}.")
-            clock = time.perf_counter()
-            count = np.uint32((rollout * self._rollout_steps + t) % 2**32)
-            # A NaN here would come back as a NaN action; `_check_finite` has the say.
-            seen = zero_nonfinite(observation)
-            # Host arrays go in and come out as part of the call, and of its time: an
-            # explicit transfer of so little costs ten times as much.
-            with jax.transfer_guard("allow"):
-                acted = self._act(params, seen, self._key, count)
+        rows, observations = [], [observation]
+        # Host arrays go in and come out as part of the call, and of its time: an
+        # explicit transfer of so little costs ten times as much. The environments wait
+        # for whatever is done within this loop.
+        with jax.transfer_guard("allow"):
+            for t in range(self._rollout_steps):
+                if is_stopped():
+                    raise Stopped(f"stopped in rollout {rollout}.")
+                clock = time.perf_counter()
+                count = np.uint32((rollout * self._rollout_steps + t) % 2**32)
+                acted = self._act(params, observation, self._key, count)
                 action, behaviour = jax.tree.map(np.asarray, acted)
-            timers.add("inference", -clock + (clock := time.perf_counter()))
-            step = self._env.step(action)
-            timers.add("env", -clock + time.perf_counter())
-            rows.append((action, behaviour, step))
-            observation = step.observation
-            observations.append(observation)
-            episodes += _count_episodes(step, returns, lengths)
+                timers.add("inference", -clock + (clock := time.perf_counter()))
+                step = self._env.step(action)
+                timers.add("env", -clock + time.perf_counter())
+                rows.append((action, behaviour, step))
+                observation = step.observation
+                observations.append(observation)
         trajectory = _stack(rows, observations, version)
+        episodes = _count_episodes(trajectory, returns, lengths)
         trajectory, nonfinite = self._check_finite(trajectory)
         self._carry = ActorCarry(observation, returns, lengths, self._env_state())
         return Segment(
@@ -169,20 +168,45 @@ class Actor:
                 f"infinity at step {t} of its rollout (on_nonfinite is 'stop')."
             )
         masked = trajectory._replace(
-            observation=zero_nonfinite(trajectory.observation),
-            reward=zero_nonfinite(trajectory.reward),
+            observation=_zero_nonfinite(trajectory.observation),
+            reward=_zero_nonfinite(trajectory.reward),
             is_valid=trajectory.is_valid & good_rows,
         )
         return masked, int((trajectory.is_valid & ~good_rows).sum())
 
 
-def _count_episodes(step, returns: np.ndarray, lengths: np.ndarray) -> list[Episode]:
-    """Adds a step to the running episodes; takes out those that ended with it."""
-    returns += zero_nonfinite(step.reward)
-    lengths += ~step.is_reset
-    ended = np.flatnonzero(step.terminated | step.truncated)
-    episodes = [Episode(float(returns[i]), int(lengths[i])) for i in ended]
-    returns[ended], lengths[ended] = 0.0, 0
+def _zero_nonfinite(x: Any) -> Any:
+    """Replaces NaNs and infinities by 0; integers have none."""
+    if x.dtype.kind != "f":
+        return x
+    return np.where(np.isfinite(x), x, np.zeros((), x.dtype))
+
+
+def _count_episodes(
+    rows: Trajectory, returns: np.ndarray, lengths: np.ndarray
+) -> list[Episode]:
+    """Adds rows to the running episodes; takes out those that ended with one of them.
+
+    Args:
+      rows: of which a non-finite reward counts as 0, and a reset row as no step.
+      returns: ``[E]`` float64, of each running episode; changed in place.
+      lengths: ``[E]``, in env steps; changed in place.
+
+    Returns:
+      The episodes in the order of their ends.
+    """
+    reward = _zero_nonfinite(rows.reward).astype(np.float64)
+    is_step: Any = rows.is_valid
+    first, episodes = np.zeros(len(returns), np.int64), []
+    for t, i in np.argwhere(rows.terminated | rows.truncated):
+        mine = slice(first[i], t + 1), i
+        returns[i] += reward[mine].sum()
+        lengths[i] += is_step[mine].sum()
+        episodes.append(Episode(float(returns[i]), int(lengths[i])))
+        returns[i], lengths[i], first[i] = 0.0, 0, t + 1
+    is_running = np.arange(len(reward))[:, None] >= first
+    returns += reward.sum(axis=0, where=is_running)
+    lengths += is_step.sum(axis=0, where=is_running)
     return episodes
 
 

@@ -10,6 +10,7 @@ steps an environment must watch for stalls.
 """
 
 import collections
+import functools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Shaped
 
 from fps_jax.runtime.tasks import read_task
-from fps_jax.types import Discrete, EnvSpec
+from fps_jax.types import Continuous, Discrete, EnvSpec
 
 MAX_STREAMS = 2**11
 MAX_ENVS_PER_STREAM = 2**20
@@ -176,9 +177,16 @@ def to_env_action(
         )
     if is_discrete:
         return action.astype(dtype)
-    low, high = np.array(space.low), np.array(space.high)
+    centre, half_width = _centre_and_half_width(space)
     unit = np.clip(action.astype(np.float64), -1.0, 1.0)
-    return ((high + low) / 2 + unit * (high - low) / 2).astype(dtype)
+    return (centre + unit * half_width).astype(dtype)
+
+
+@functools.lru_cache
+def _centre_and_half_width(space: Continuous) -> tuple[np.ndarray, np.ndarray]:
+    """Of a box, as arrays; remembered, since every step asks for them."""
+    low, high = np.array(space.low), np.array(space.high)
+    return (high + low) / 2, (high - low) / 2
 
 
 class EnvPoolEnv:
@@ -280,17 +288,6 @@ def env_spec(
 ) -> EnvSpec:
     """Describes an EnvPool task without making one; arguments as in `make_env`."""
     return read_task(env_id, max_episode_steps, env_options).spec
-
-
-def zero_nonfinite(x: Any) -> Any:
-    """Replaces NaNs and infinities by 0; integers have none.
-
-    Args:
-      x: a numpy array.
-    """
-    if x.dtype.kind != "f":
-        return x
-    return np.where(np.isfinite(x), x, np.zeros((), x.dtype))
 
 
 def _as_seen(observation: np.ndarray) -> np.ndarray:

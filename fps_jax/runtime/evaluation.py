@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fps_jax.runtime.envs import VectorEnv, zero_nonfinite
+from fps_jax.runtime.envs import VectorEnv
 
 LONGEST = 100_000
 """Steps after which an evaluation of a task without a time limit is cut."""
@@ -67,10 +67,8 @@ def evaluate(
     episode = np.zeros(env.num_envs, np.int64)
     count = 0
     while (episode < episodes_per_env).any() and not is_interrupted():
-        # A NaN would come back as an action; as a reward it stays to be seen.
-        seen = zero_nonfinite(observation)
         with jax.transfer_guard("allow"):  # As in acting: part of the call.
-            action = np.asarray(act(params, seen, key, np.uint32(count))[0])
+            action = np.asarray(act(params, observation, key, np.uint32(count))[0])
         step = env.step(action)
         observation, count = step.observation, count + 1
         running = np.flatnonzero(episode < episodes_per_env)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fps_jax.types import Agent, AgentState, Metrics, Trajectory
 
@@ -156,14 +156,7 @@ def first_replica(tree: Any) -> Any:
       tree: replicated arrays.
     """
 
-    def first(x):
-        part = x.addressable_shards[0]
-        # On a mesh of one device the part's type names that mesh, or does not, as pmap
-        # or we made it: what takes both would be compiled twice.
-        alone = SingleDeviceSharding(part.device)
-        return jax.make_array_from_single_device_arrays(x.shape, alone, [part.data])
-
-    return jax.tree.map(first, tree)
+    return jax.tree.map(lambda x: x.addressable_data(0), tree)
 
 
 def read(tree: Any) -> Any:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fps_jax.runtime import parallel
+from fps_jax.runtime.packing import pack, unpack
 from fps_jax.types import Agent, AgentState, EnvSpec, Trajectory
 
 
@@ -20,9 +21,10 @@ class Program(NamedTuple):
       init: ``init(key) -> AgentState`` on all of them.
       learn: ``learn(state, batch) -> (state, metrics)``; the state is donated.
       actor_params: ``actor_params(learner, key) -> params`` from one device's view of
-        the learner; shares no memory with it.
-      act: ``act(params, observation, key, count) -> (action, behaviour)``; the key is
-        folded with the count.
+        the learner; `packing.Packed`, and sharing no memory with it.
+      act: ``act(params, observation, key, count) -> (action, behaviour)`` with packed
+        params or plain ones; the key is folded with the count, and a NaN or an
+        infinity is seen as 0.
       act_greedily: the same without exploration.
     """
 
@@ -44,13 +46,16 @@ def compile_agent(agent: Agent, mesh: Mesh, *, mapping: parallel.Backend) -> Pro
     """
 
     def act(params, observation, key, count, *, explore: bool):
+        if jnp.issubdtype(observation.dtype, jnp.floating):
+            # A NaN would come back as a NaN action; the runtime checks what it stores.
+            observation = jnp.where(jnp.isfinite(observation), observation, 0)
         key = jax.random.fold_in(key, count)
-        return agent.act(params, observation, key, explore=explore)
+        return agent.act(unpack(params), observation, key, explore=explore)
 
     def actor_params(learner, key):
         # jit hands back an argument that it returns unchanged, and that argument's
         # memory is about to be donated.
-        return jax.tree.map(jnp.copy, agent.actor_params(learner, key))
+        return jax.tree.map(jnp.copy, pack(agent.actor_params(learner, key)))
 
     return Program(
         mesh=mesh,

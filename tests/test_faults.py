@@ -16,7 +16,7 @@ from fps_jax.runtime.metrics import read_jsonl
 from fps_jax.runtime.options import TrainConfig
 from fps_jax.runtime.training import Run
 
-SOON_S = 30.0  # Ten on a quiet machine; other tests run beside this one.
+SOON_S = 10.0
 STALL_LIMIT_S = 15.0
 ROWS = 32
 OPTIONS = {

@@ -32,3 +32,11 @@ def over_devices(f, backend: str):
             one_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
         )
     )
+
+
+def device_masks() -> np.ndarray:
+    """Five items a device, of which 5, 0, 1 and 3 count.
+
+    A mean of the devices' means would be wrong.
+    """
+    return np.arange(5) < np.array([5, 0, 1, 3])[:, None]

@@ -102,3 +102,49 @@ def clipped_surrogate(ratio: float, advantage: float, clip_epsilon: float) -> fl
     """Equation 7 of Schulman et al. (2017), of one item."""
     clipped = min(max(ratio, 1.0 - clip_epsilon), 1.0 + clip_epsilon)
     return min(ratio * advantage, clipped * advantage)
+
+
+def truncated_is_targets(
+    rows: Rows,
+    ratio: np.ndarray,
+    gamma: float,
+    *,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+    lambda_: float = 1.0,
+    n: int | None = None,
+    trace: str = "vtrace",
+) -> np.ndarray:
+    """The sums of equations 12 and 13 of DFPS, term by term, 0 where not valid."""
+    length = len(rows.reward)
+    targets = np.zeros(length)
+    for t in range(length):
+        if not rows.is_valid[t]:
+            continue
+        targets[t], weight = rows.value[t], 1.0
+        for k in range(t, length if n is None else min(t + n, length)):
+            if not rows.is_valid[k]:
+                break
+            future = 0.0 if rows.terminated[k] else rows.value[k + 1]
+            delta = rows.reward[k] + gamma * future - rows.value[k]
+            targets[t] += weight * min(rho_bar, ratio[k]) * delta
+            if rows.terminated[k] or rows.truncated[k]:
+                break
+            weight *= gamma
+            if trace == "vtrace":
+                weight *= lambda_ * min(c_bar, ratio[k])
+    return targets
+
+
+def policy_advantages(rows: Rows, targets: np.ndarray, gamma: float) -> np.ndarray:
+    """Reward and next target above the value of each row, 0 where not valid."""
+    length = len(rows.reward)
+    advantages = np.zeros(length)
+    for t in range(length):
+        if not rows.is_valid[t]:
+            continue
+        goes_on = not rows.truncated[t] and t + 1 < length and rows.is_valid[t + 1]
+        future = targets[t + 1] if goes_on else rows.value[t + 1]
+        future = 0.0 if rows.terminated[t] else gamma * future
+        advantages[t] = rows.reward[t] + future - rows.value[t]
+    return advantages

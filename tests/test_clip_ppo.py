@@ -89,17 +89,76 @@ def test_the_interval_may_be_traced_and_differ_by_member():
     np.testing.assert_allclose(actual, [[1.1, -0.9], [1.4, -0.6]], rtol=1e-6)
 
 
-def test_the_clip_fraction_counts_both_sides_whatever_the_advantage():
+def test_an_interval_may_be_wider_on_one_side():
+    log_ratio = jnp.log(jnp.array([0.5, 1.5]))
+    clip = lambda advantage: surrogate(log_ratio, advantage * jnp.ones(2), (0.1, 0.4))
+    np.testing.assert_allclose(clip(1.0), [0.5, 1.4], rtol=1e-6)
+    np.testing.assert_allclose(clip(-1.0), [-0.9, -1.5], rtol=1e-6)
+
+
+def test_outside_is_either_side_and_active_is_where_the_gradient_is_zero():
     log_ratio = jnp.log(jnp.array([0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 3.0]))
-    clipped = clip_ppo.is_clipped(log_ratio, clip_epsilon=EPSILON)
-    np.testing.assert_array_equal(clipped, [1, 1, 0, 0, 0, 1, 1])
+    for advantage in (2.0, -2.0):
+        advantages = jnp.full(7, advantage)
+        sides = clip_ppo.clipped_sides(log_ratio, advantages, clip_epsilon=EPSILON)
+        np.testing.assert_array_equal(sides["low"], [1, 1, 0, 0, 0, 0, 0])
+        np.testing.assert_array_equal(sides["high"], [0, 0, 0, 0, 0, 1, 1])
+        slopes = jax.vmap(jax.grad(surrogate))(log_ratio, advantages)
+        active = sides["active_low"] | sides["active_high"]
+        np.testing.assert_array_equal(active, slopes == 0)
 
 
-def test_the_value_loss_is_half_the_squared_error():
-    value, target = jnp.array([[1.0, -2.0]]), jnp.array([[4.0, -2.0]])
-    np.testing.assert_allclose(clip_ppo.value_loss(value, target), [[4.5, 0.0]])
-    loss = lambda value: jnp.sum(clip_ppo.value_loss(value, target))
-    np.testing.assert_allclose(jax.grad(loss)(value), value - target)
+# ------------------------------------------------------------------------- the value
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "slope"),
+    [
+        ("l1", [3.0, 0.5, 0.0], [-1.0, 1.0, 0.0]),
+        ("l2", [9.0, 0.25, 0.0], [-6.0, 1.0, 0.0]),
+        ("smooth_l1", [2.5, 0.125, 0.0], [-1.0, 0.5, 0.0]),
+    ],
+)
+def test_each_kind_of_value_loss_is_its_distance(kind, expected, slope):
+    value, target = jnp.array([1.0, -1.5, 2.0]), jnp.array([4.0, -2.0, 2.0])
+    loss = lambda value: clip_ppo.value_loss(value, target, kind=kind)
+    np.testing.assert_allclose(loss(value), expected)
+    np.testing.assert_allclose(jax.grad(lambda v: jnp.sum(loss(v)))(value), slope)
+
+
+@pytest.mark.parametrize("kind", ["l1", "l2", "smooth_l1"])
+def test_a_clipped_value_loss_is_the_worse_of_two(kind):
+    value, old, target = np.random.default_rng(3).normal(size=(3, 200))
+    distance = {
+        "l1": np.abs,
+        "l2": np.square,
+        "smooth_l1": lambda x: np.where(np.abs(x) < 1, x**2 / 2, np.abs(x) - 0.5),
+    }[kind]
+    moved = old + np.clip(value - old, -0.3, 0.3)
+    expected = np.maximum(distance(value - target), distance(moved - target))
+    arrays = (jnp.asarray(x, jnp.float32) for x in (value, target))
+    actual = clip_ppo.value_loss(
+        *arrays, kind=kind, old_value=jnp.asarray(old, jnp.float32), clip_value=0.3
+    )
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+    assert np.any(expected > distance(value - target) + 0.1)
+
+
+def test_a_value_that_moved_too_far_learns_nothing_where_that_helped():
+    loss = lambda value: clip_ppo.value_loss(
+        value, jnp.float32(2.0), old_value=jnp.float32(0.0), clip_value=0.5
+    )
+    assert jax.grad(loss)(jnp.float32(1.0)) == 0
+    assert jax.grad(loss)(jnp.float32(-1.0)) == -6
+
+
+def test_a_value_cannot_be_clipped_to_nothing_known():
+    with pytest.raises(
+        ValueError, match=r"clip_value 0.2 must be given with old_value"
+    ):
+        clip_ppo.value_loss(jnp.zeros(2), jnp.zeros(2), clip_value=0.2)
+    with pytest.raises(ValueError, match="kind 'l3' must be one of l1, l2, smooth_l1"):
+        clip_ppo.value_loss(jnp.zeros(2), jnp.zeros(2), kind="l3")
 
 
 def test_gradients_agree_with_finite_differences(float64):

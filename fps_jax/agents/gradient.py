@@ -43,7 +43,7 @@ def gradient_step(
 
     Args:
       loss_fn: ``loss_fn(params, minibatch) -> (loss, metrics)``, both this device's
-        shares of means over all devices; see `ratios.share_of_mean`.
+        shares of means over all devices; see `masked.share_of_mean`.
       transform: see `gradient_transform`.
       learning_rate: step size.
       axis_name: the device axis, if any.

@@ -14,7 +14,7 @@ from fps_jax.agents import gradient
 from fps_jax.agents.ppo_loss import Batch, advantages_and_targets, make_loss
 from fps_jax.models.networks import ACTIVATIONS, ActorCritic, actor_critic
 from fps_jax.models.normalize import MomentsState, normalize, running_moments
-from fps_jax.objectives import ratios
+from fps_jax.objectives import masked
 from fps_jax.types import Agent, AgentState, EnvSpec, Metrics, Trajectory
 
 
@@ -293,7 +293,7 @@ def make_learn(config: PPOConfig, network: ActorCritic):
         def make_batch(advantage, target) -> Batch:
             advantage = flat(advantage)
             if config.normalize_advantage == "batch":
-                advantage = ratios.standardize(advantage, is_valid, axis_name=axis_name)
+                advantage = masked.standardize(advantage, is_valid, axis_name=axis_name)
             return Batch(
                 observation=flat(observation[:-1]),
                 action=jnp.where(acted, action, 0),
@@ -322,7 +322,7 @@ def make_learn(config: PPOConfig, network: ActorCritic):
         metrics |= {
             "learning_rate": learning_rate,
             "return_scale": scale,
-            "explained_variance": ratios.explained_variance(
+            "explained_variance": masked.explained_variance(
                 value, target, trajectory.is_valid, axis_name=axis_name
             ),
         }

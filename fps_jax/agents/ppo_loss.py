@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Shaped
 
 from fps_jax.models.networks import ActorCritic
-from fps_jax.objectives import clip_ppo, ratios, returns
+from fps_jax.objectives import clip_ppo, masked, ratios, returns
 from fps_jax.types import Metrics, Trajectory
 
 
@@ -101,17 +101,20 @@ def make_loss(
         )
         advantage = batch.advantage
         if normalizes_advantage:
-            advantage = ratios.standardize(
+            advantage = masked.standardize(
                 advantage, batch.is_valid, axis_name=axis_name
             )
         surrogate = clip_ppo.clipped_surrogate(
             log_ratio, advantage, clip_epsilon=hyper.clip_epsilon
         )
-        clipped = clip_ppo.is_clipped(log_ratio, clip_epsilon=hyper.clip_epsilon)
-        mean = ratios.share_of_mean(batch.is_valid, axis_name=axis_name)
+        sides = clip_ppo.clipped_sides(
+            log_ratio, advantage, clip_epsilon=hyper.clip_epsilon
+        )
+        clipped = (sides["low"] | sides["high"]).astype(log_ratio.dtype)
+        mean = masked.share_of_mean(batch.is_valid, axis_name=axis_name)
         metrics = {
             "policy_loss": -mean(surrogate),
-            "value_loss": mean(clip_ppo.value_loss(value, batch.target)),
+            "value_loss": 0.5 * mean(clip_ppo.value_loss(value, batch.target)),
             "entropy": mean(policy.entropy()),
             "kl": mean(ratios.kl_k3(log_ratio)),
             "clip_fraction": mean(clipped),

@@ -1,149 +1,12 @@
-"""Means under a mask, exact across devices; importance ratios and what they tell."""
-
-from collections.abc import Callable
+"""Importance ratios, their truncation, and what they tell of two policies."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from fps_jax.objectives import masked
 
-def masked_mean(
-    x: Float[Array, "*items"],
-    is_valid: Bool[Array, "*items"],
-    *,
-    axis_name: str | None = None,
-) -> Float[Array, ""]:
-    """Mean over the valid items of every device: sums and counts, divided once.
-
-    An item that is not valid has no influence, whatever it holds, on the value or on
-    the gradient with respect to `x`. Without any valid item the mean is 0.
-
-    Args:
-      x: the items of this device.
-      is_valid: which of them count.
-      axis_name: the device axis to reduce over, if any.
-    """
-    total, count = masked_sum(x, is_valid), jnp.sum(is_valid)
-    if axis_name is not None:
-        total, count = jax.lax.psum((total, count), axis_name)
-    return total / jnp.maximum(count, 1).astype(x.dtype)
-
-
-def masked_sum(
-    x: Float[Array, "*items"], is_valid: Bool[Array, "*items"]
-) -> Float[Array, ""]:
-    """Sum over the valid items of this device.
-
-    Args:
-      x: the items of this device.
-      is_valid: which of them count.
-    """
-    return jnp.sum(jnp.where(is_valid, x, 0.0))
-
-
-def share_of_mean(
-    is_valid: Bool[Array, "*items"], *, axis_name: str | None = None
-) -> Callable[[Float[Array, "*items"]], Float[Array, ""]]:
-    """This device's share of a mean over every device: its sum over the global count.
-
-    The shares add up to the mean, and so do their gradients: differentiate the share,
-    then ``psum``. (A loss that is itself reduced inside ``grad`` is counted once a
-    device.)
-
-    Args:
-      is_valid: which items of this device count.
-      axis_name: the device axis, if any.
-
-    Returns:
-      A function from the items to the share.
-    """
-    count = jnp.sum(is_valid)
-    if axis_name is not None:
-        count = jax.lax.psum(count, axis_name)
-    count = jnp.maximum(count, 1)
-    return lambda x: masked_sum(x, is_valid) / count.astype(x.dtype)
-
-
-def deviations(
-    x: Float[Array, "*items"],
-    is_valid: Bool[Array, "*items"],
-    *,
-    axis_name: str | None = None,
-) -> Float[Array, "*items"]:
-    """Deviations from the mean of every device's valid items; 0 where not valid.
-
-    The largest item is subtracted first: a small spread about a large mean keeps its
-    digits, and equal items deviate by exactly 0, not by what rounding left of them.
-
-    Args:
-      x: the items of this device.
-      is_valid: which of them count.
-      axis_name: the device axis to reduce over, if any.
-    """
-    lowest = jnp.finfo(x.dtype).min
-    pivot = jnp.max(jax.lax.stop_gradient(x), where=is_valid, initial=lowest)
-    if axis_name is not None:
-        pivot = jax.lax.pmax(pivot, axis_name)
-    x = x - pivot
-    mean = masked_mean(x, is_valid, axis_name=axis_name)
-    return jnp.where(is_valid, x - mean, 0.0)
-
-
-def explained_variance(
-    value: Float[Array, "*items"],
-    target: Float[Array, "*items"],
-    is_valid: Bool[Array, "*items"],
-    *,
-    axis_name: str | None = None,
-) -> Float[Array, ""]:
-    """How much of the targets' variance the values explain.
-
-        1 - Var(G - v) / Var(G)
-
-    1 is perfect, 0 is as good as a constant; 0 by definition if the targets are equal.
-
-    Args:
-      value: predicted returns.
-      target: returns.
-      is_valid: which items count.
-      axis_name: the device axis to reduce over, if any.
-    """
-
-    def variance(x):
-        squares = jnp.square(deviations(x, is_valid, axis_name=axis_name))
-        return masked_mean(squares, is_valid, axis_name=axis_name)
-
-    total, unexplained = variance(target), variance(target - value)
-    is_varied = total > 0.0
-    unexplained_share = unexplained / jnp.where(is_varied, total, 1.0)
-    return jnp.where(is_varied, 1.0 - unexplained_share, 0.0)
-
-
-def standardize(
-    x: Float[Array, "*items"],
-    is_valid: Bool[Array, "*items"],
-    *,
-    axis_name: str | None = None,
-    epsilon: float = 1e-8,
-) -> Float[Array, "*items"]:
-    """Centres and scales by the mean and deviation of every device's valid items.
-
-        (x - mean) / (std + epsilon), 0 where not valid
-
-    The deviation is the population's. If all valid items are equal the result is 0,
-    and so is its gradient.
-
-    Args:
-      x: the items of this device.
-      is_valid: which of them count.
-      axis_name: the device axis to reduce over, if any.
-      epsilon: added to the deviation.
-    """
-    centred = deviations(x, is_valid, axis_name=axis_name)
-    variance = masked_mean(jnp.square(centred), is_valid, axis_name=axis_name)
-    is_varied = variance > 0.0
-    deviation = jnp.sqrt(jnp.where(is_varied, variance, 1.0))
-    return jnp.where(is_varied, centred / (deviation + epsilon), 0.0)
+Scalar = Float[Array, ""] | float
 
 
 def sanitized_log_ratio(
@@ -171,6 +34,98 @@ def sanitized_log_ratio(
     return jnp.clip(log_prob - behaviour_log_prob, -bound, bound)
 
 
+def truncated_ratio(
+    log_ratio: Float[Array, "*items"], cap: Scalar, *, bound: float = 20.0
+) -> Float[Array, "*items"]:
+    """Importance ratio that is not larger than a cap: ``min(cap, pi(a|s) / b(a|s))``.
+
+    It is truncated before it is exponentiated, so that no infinity appears.
+
+    Args:
+      log_ratio: ``log pi(a|s) - log b(a|s)``.
+      cap: largest ratio, at least 0; may be infinite.
+      bound: largest logarithm all the same; ``exp(20)`` is 4.9e8.
+    """
+    log_cap = jnp.minimum(jnp.log(jnp.asarray(cap, log_ratio.dtype)), bound)
+    return jnp.exp(jnp.minimum(log_ratio, log_cap))
+
+
+def capped_fraction(
+    log_ratio: Float[Array, "*items"],
+    cap: Scalar,
+    is_valid: Bool[Array, "*items"],
+    *,
+    axis_name: str | None = None,
+) -> Float[Array, ""]:
+    """Share of the valid items of every device whose ratio is above a cap.
+
+    Args:
+      log_ratio: ``log pi(a|s) - log b(a|s)``.
+      cap: largest ratio, at least 0; may be infinite.
+      is_valid: which items count.
+      axis_name: the device axis to reduce over, if any.
+    """
+    is_capped = log_ratio > jnp.log(jnp.asarray(cap, log_ratio.dtype))
+    return masked.mean(is_capped.astype(log_ratio.dtype), is_valid, axis_name=axis_name)
+
+
+def effective_sample_size(
+    log_ratio: Float[Array, "*items"],
+    is_valid: Bool[Array, "*items"],
+    *,
+    axis_name: str | None = None,
+) -> Float[Array, ""]:
+    """How evenly the valid items of every device weigh, as a share of their number.
+
+        (sum w)^2 / (N sum w^2),  w = exp(log_ratio)
+
+    1 if all weigh the same, 1 / N if one has all the weight; 0 without any valid item.
+    The largest logarithm is subtracted first, which changes nothing and overflows
+    nowhere. Kish (1965).
+
+    Args:
+      log_ratio: ``log pi(a|s) - log b(a|s)``.
+      is_valid: which items count.
+      axis_name: the device axis to reduce over, if any.
+    """
+    log_ratio = jnp.where(is_valid, log_ratio, 0.0)
+    lowest = jnp.finfo(log_ratio.dtype).min
+    largest = jnp.max(jax.lax.stop_gradient(log_ratio), where=is_valid, initial=lowest)
+    if axis_name is not None:
+        largest = jax.lax.pmax(largest, axis_name)
+    shifted = jnp.where(is_valid, log_ratio - largest, 0.0)
+    weight = jnp.where(is_valid, jnp.exp(shifted), 0.0)
+    sums = jnp.sum(weight), jnp.sum(jnp.square(weight)), jnp.sum(is_valid)
+    if axis_name is not None:
+        sums = jax.lax.psum(sums, axis_name)
+    total, squares, count = sums
+    denominator = count.astype(weight.dtype) * squares
+    return jnp.square(total) / jnp.where(denominator > 0.0, denominator, 1.0)
+
+
+def kl_k1(log_ratio: Float[Array, "*items"]) -> Float[Array, "*items"]:
+    """Plain estimate of KL(b || pi) from one sample of b: ``-log r``; may be negative.
+
+    Schulman (2020), "Approximating KL divergence", estimator k1.
+
+    Args:
+      log_ratio: ``log pi(a|s) - log b(a|s)`` with a drawn from b.
+    """
+    return -log_ratio
+
+
+def kl_k2(log_ratio: Float[Array, "*items"]) -> Float[Array, "*items"]:
+    """Biased estimate of KL(b || pi) from one sample of b: ``(log r)^2 / 2``.
+
+    Its gradient at b is that of the KL, which k1's is not. Schulman (2020),
+    "Approximating KL divergence", estimator k2.
+
+    Args:
+      log_ratio: ``log pi(a|s) - log b(a|s)`` with a drawn from b.
+    """
+    return 0.5 * jnp.square(log_ratio)
+
+
 def kl_k3(log_ratio: Float[Array, "*items"]) -> Float[Array, "*items"]:
     """Low-variance estimate of KL(b || pi) from one sample of b, never negative.
 
@@ -182,3 +137,46 @@ def kl_k3(log_ratio: Float[Array, "*items"]) -> Float[Array, "*items"]:
       log_ratio: ``log pi(a|s) - log b(a|s)`` with a drawn from b.
     """
     return jnp.expm1(log_ratio) - log_ratio
+
+
+def gaussian_kl(
+    old_mean: Float[Array, "*items A"],
+    old_log_std: Float[Array, "*items A"],
+    mean: Float[Array, "*items A"],
+    log_std: Float[Array, "*items A"],
+) -> Float[Array, "*items"]:
+    """KL(old || new) of diagonal Gaussians, exactly.
+
+        sum_j [2 (l_j - l'_j) + e^{2 (l'_j - l_j)} + (m'_j - m_j)^2 / e^{2 l_j} - 1] / 2
+
+    with means m, log standard deviations l, and a prime for the old ones.
+
+    Args:
+      old_mean: centre of the old policy.
+      old_log_std: natural logarithm of its standard deviation.
+      mean: centre of the new policy.
+      log_std: natural logarithm of its standard deviation.
+    """
+    shrinkage = 2.0 * (old_log_std - log_std)
+    shift = jnp.square(old_mean - mean) * jnp.exp(-2.0 * log_std)
+    return 0.5 * jnp.sum(jnp.expm1(shrinkage) - shrinkage + shift, axis=-1)
+
+
+def categorical_kl(
+    old_logits: Float[Array, "*items actions"], logits: Float[Array, "*items actions"]
+) -> Float[Array, "*items"]:
+    """KL(old || new) of categorical policies, exactly.
+
+        sum_a p'_a (log p'_a - log p_a),  0 where p'_a is 0
+
+    Args:
+      old_logits: unnormalised log-probabilities of the old policy.
+      logits: those of the new one.
+    """
+    old_log = jax.nn.log_softmax(old_logits)
+    is_taken = jnp.exp(old_log) > 0.0
+    old_log, new_log = (
+        jnp.where(is_taken, x, 0.0) for x in (old_log, jax.nn.log_softmax(logits))
+    )
+    terms = jnp.where(is_taken, jnp.exp(old_log) * (old_log - new_log), 0.0)
+    return jnp.sum(terms, axis=-1)

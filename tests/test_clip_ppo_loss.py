@@ -1,0 +1,628 @@
+"""The whole loss against torchrl's own numbers, its laws, and every refusal."""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from devices import AXIS, BACKENDS, over_devices
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+from fps_jax.objectives import clip_ppo, masked, tally
+from fps_jax.objectives.clip_ppo_loss import Losses, clip_ppo_loss
+
+GOLDEN = json.loads((pathlib.Path(__file__).parent / "data/clip_ppo.json").read_text())
+CASES = GOLDEN["cases"]
+ITEMS = 12
+
+
+def metrics_of(told, axis_name=None):
+    return tally.metrics(told if axis_name is None else tally.across(told, axis_name))
+
+
+# ----------------------------------------------------------------- torchrl's numbers
+
+
+@functools.cache
+def golden_function(
+    clip_epsilon, clip_value, loss_critic_type, normalizes, cap, reduction, decoupled
+):
+    """The loss of one configuration, its gradients, and its metrics."""
+
+    def total(differentiable, data, entropy_coeff, critic_coeff):
+        log_prob, entropy, value = differentiable
+        advantage = data["advantage"]
+        if normalizes:
+            advantage = masked.standardize(
+                advantage, data["is_valid"], correction=1, epsilon=0.0
+            )
+        losses, told = clip_ppo_loss(
+            log_prob,
+            data["behaviour_log_prob"],
+            advantage,
+            data["is_valid"],
+            clip_epsilon=clip_epsilon,
+            proximal_log_prob=data["proximal_log_prob"] if decoupled else None,
+            max_importance_ratio=cap,
+            entropy=entropy,
+            entropy_coeff=entropy_coeff,
+            value=value,
+            value_target=data["value_target"],
+            old_value=data["old_value"],
+            critic_coeff=critic_coeff,
+            loss_critic_type=loss_critic_type,
+            clip_value=clip_value,
+            reduction=reduction,
+        )
+        return jnp.sum(losses.total()), (losses, tally.metrics(told))
+
+    return jax.jit(jax.grad(total, has_aux=True))
+
+
+def ours(case, dtype):
+    """Losses, metrics and gradients of a case, under torchrl's names."""
+    config, inputs = case["config"], dict(case["inputs"])
+    epsilon = config["clip_epsilon"]
+    f = golden_function(
+        tuple(epsilon) if isinstance(epsilon, list) else epsilon,
+        config["clip_value"],
+        config["loss_critic_type"],
+        config["normalize_advantage"],
+        config["max_importance_ratio"],
+        config["reduction"],
+        config["delay_actor"],
+    )
+    mask = inputs.pop("mask") or [True] * config["batch"]
+    data = {k: jnp.asarray(x, dtype) for k, x in inputs.items() if x is not None}
+    data["is_valid"] = jnp.asarray(mask)
+    moving = tuple(data.pop(name) for name in ("log_prob", "entropy", "value"))
+    gradients, (losses, metrics) = f(
+        moving,
+        data | {"proximal_log_prob": data.get("proximal_log_prob")},
+        jnp.asarray(config["entropy_coeff"], dtype),
+        jnp.asarray(config["critic_coeff"], dtype),
+    )
+    found = {f"loss_{name}": x for name, x in losses._asdict().items()} | {
+        "clip_fraction": metrics["clip_fraction"],
+        "kl_approx": metrics["kl_k1"],
+        **{k: metrics[k] for k in ("entropy", "ESS", "max_ratio", "mean_ratio")},
+        "explained_variance": metrics["explained_variance"],
+        "value_clip_fraction": metrics.get("value_clip_fraction"),
+    }
+    names = "grad_log_prob", "grad_entropy", "grad_value"
+    return found | dict(zip(names, gradients)), np.asarray(mask)
+
+
+def corrected(case, mask):
+    """What torchrl says, and where it is wrong, what is right instead.
+
+    Its metrics count masked items as well, and one target has all its variance
+    explained. Of these the right value is computed here, from the definitions.
+    """
+    expected = {k: np.asarray(x, np.float64) for k, x in case["expected"].items()}
+    if case["config"]["batch"] == 1:
+        expected["explained_variance"] = np.zeros(1)
+    if mask.all():
+        return expected
+    config = case["config"]
+    x = {
+        k: np.asarray(v, np.float64)[mask]
+        for k, v in case["inputs"].items()
+        if v is not None
+    }
+    proximal = x.get("proximal_log_prob", x["behaviour_log_prob"])
+    ratio = np.exp(x["log_prob"] - proximal)
+    weight = np.exp(x["log_prob"] - x["behaviour_log_prob"])
+    weight = np.minimum(weight, config["max_importance_ratio"] or np.inf)
+    epsilon = config["clip_epsilon"]
+    low, high = epsilon if isinstance(epsilon, list) else (epsilon, epsilon)
+    error = x["value_target"] - x["value"]
+    expected |= {
+        "clip_fraction": np.mean((ratio < 1 - low) | (ratio > 1 + high)),
+        "kl_approx": np.mean(proximal - x["log_prob"]),
+        "entropy": x["entropy"].mean(),
+        "ESS": weight.sum() ** 2 / (len(weight) * (weight**2).sum()),
+        "max_ratio": weight.max(),
+        "mean_ratio": weight.mean(),
+        "explained_variance": 1 - error.var() / x["value_target"].var(),
+    }
+    if "value_clip_fraction" in expected:
+        limit = low if config["clip_value"] is True else config["clip_value"]
+        moved = np.abs(x["value"] - x["old_value"])
+        expected["value_clip_fraction"] = np.mean(moved > limit)
+    return expected
+
+
+def expect_torchrl(case, dtype, tolerance):
+    found, mask = ours(case, dtype)
+    for name, expected in corrected(case, mask).items():
+        actual = np.asarray(found[name]).ravel()
+        np.testing.assert_allclose(
+            actual, expected.ravel(), rtol=tolerance, atol=tolerance, err_msg=name
+        )
+
+
+def test_losses_metrics_and_gradients_are_torchrl_s(float64):
+    assert len(CASES) == 100
+    for case in CASES:
+        expect_torchrl(case, jnp.float64, 1e-6)
+
+
+def test_in_float32_they_are_so_to_four_digits():
+    for case in CASES[::5]:
+        expect_torchrl(case, jnp.float32, 1e-4)
+
+
+# ------------------------------------------------------------------------- properties
+
+
+def draw(seed: int, items: int = ITEMS, spread: float = 0.3):
+    """Everything a loss may be given, float32."""
+    rng = np.random.default_rng(seed)
+    normal = lambda scale=1.0: rng.normal(0, scale, items).astype(np.float32)
+    behaviour = normal() - 1
+    return {
+        "log_prob": behaviour + normal(spread),
+        "behaviour_log_prob": behaviour,
+        "proximal_log_prob": behaviour + normal(spread),
+        "advantage": normal(2),
+        "entropy": np.abs(normal()),
+        "value": normal(),
+        "value_target": normal(),
+        "old_value": normal(),
+    }
+
+
+FULL = {
+    "clip_epsilon": (0.2, 0.28),
+    "dual_clip": 3.0,
+    "max_importance_ratio": 5.0,
+    "loss_critic_type": "smooth_l1",
+    "clip_value": 0.3,
+}
+
+
+def full_loss(data, is_valid, axis_name=None, reduction="mean"):
+    return clip_ppo_loss(
+        **data, **FULL, is_valid=is_valid, reduction=reduction, axis_name=axis_name
+    )
+
+
+def with_gradients(data, is_valid, axis_name=None, reduction="mean"):
+    """Losses, metrics, and the gradients by everything that is given."""
+
+    def total(data):
+        losses, told = full_loss(data, is_valid, axis_name, reduction)
+        return jnp.sum(losses.total()), (losses, told)
+
+    gradients, (losses, told) = jax.grad(total, has_aux=True)(data)
+    return gradients, losses, told
+
+
+fast = jax.jit(with_gradients, static_argnames=("axis_name", "reduction"))
+
+
+def values_of(data, is_valid):
+    gradients, losses, told = fast(data, is_valid)
+    return gradients, losses, tally.metrics(told)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([0.01, 3.0, 40.0, 1e4]),
+    st.integers(0, 2**ITEMS - 1),
+    st.sampled_from([np.nan, np.inf, -np.inf, 1e30]),
+)
+def test_nothing_overflows_and_masked_items_have_no_influence(seed, spread, bits, junk):
+    data = draw(seed, spread=spread)
+    is_valid = np.array([bits >> i & 1 for i in range(ITEMS)], bool)
+    clean = values_of(data, is_valid)
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(clean))
+    for gradient in jax.tree.leaves(clean[0]):
+        np.testing.assert_array_equal(gradient[~is_valid], 0.0)
+    dirty = {k: np.where(is_valid, x, np.float32(junk)) for k, x in data.items()}
+    jax.tree.map(np.testing.assert_array_equal, values_of(dirty, is_valid), clean)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.permutations(range(ITEMS)))
+def test_the_order_of_the_items_does_not_matter(seed, order):
+    data, order = draw(seed), np.array(order)
+    is_valid = np.random.default_rng(seed).random(ITEMS) < 0.7
+    gradients, *rest = values_of(data, is_valid)
+    moved = {k: x[order] for k, x in data.items()}
+    moved_gradients, *moved_rest = values_of(moved, is_valid[order])
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, moved_rest, rest)
+    jax.tree.map(close, moved_gradients, {k: x[order] for k, x in gradients.items()})
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.sampled_from([0.3, 3.0]))
+def test_microbatches_add_up_to_the_batch(seed, spread):
+    data = draw(seed, spread=spread)
+    is_valid = np.random.default_rng(seed).random(ITEMS) < 0.6
+    is_valid[:4] = False  # One microbatch has nothing to say.
+    _, whole, told = fast(data, is_valid, reduction="sum")
+    parts = []
+    for i in range(3):
+        mine = slice(4 * i, 4 * i + 4)
+        piece = {k: x[mine] for k, x in data.items()}
+        parts.append(fast(piece, is_valid[mine], reduction="sum")[1:])
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, Losses(*(sum(x) for x in zip(*(p[0] for p in parts)))), whole)
+    merged = functools.reduce(tally.merge, (p[1] for p in parts))
+    jax.tree.map(close, tally.metrics(merged), tally.metrics(told))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_four_devices_agree_with_one(backend):
+    data = draw(7)
+    is_valid = np.arange(ITEMS) % 5 > 0
+    is_valid[3:6] = False  # One device has nothing to say.
+    expected = fast(data, is_valid)
+
+    def one_device(data, is_valid):
+        gradients, losses, told = with_gradients(data, is_valid, AXIS)
+        losses = jax.lax.psum(losses, AXIS)
+        return gradients, losses, tally.across(told, AXIS)
+
+    split = lambda x: x.reshape(4, 3)
+    shards = jax.tree.map(split, data), split(is_valid)
+    gradients, losses, told = over_devices(one_device, backend)(*shards)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(lambda a, b: close(a.reshape(-1), b), gradients, expected[0])
+    same = lambda a, b: close(a, np.broadcast_to(b, a.shape))
+    jax.tree.map(same, losses, expected[1])
+    # Sums of squares relative to another largest ratio; compared once divided.
+    own = jax.tree.map(lambda x: x[0], told)
+    jax.tree.map(close, tally.metrics(own), tally.metrics(expected[2]))
+
+
+def test_no_reduction_keeps_the_items_and_both_sums_follow_from_it():
+    data, is_valid = draw(8), np.arange(ITEMS) % 3 > 0
+    items = fast(data, is_valid, reduction="none")[1]
+    total = fast(data, is_valid, reduction="sum")[1]
+    mean = fast(data, is_valid)[1]
+    for per_item, added, average in zip(items, total, mean):
+        assert per_item.shape == (ITEMS,)
+        np.testing.assert_array_equal(per_item[~is_valid], 0.0)
+        np.testing.assert_allclose(per_item.sum(), added, rtol=1e-5)
+        np.testing.assert_allclose(added / 8.0, average, rtol=1e-5)
+
+
+def test_targets_advantages_and_old_values_are_constants():
+    gradients, _, _ = fast(draw(9), np.ones(ITEMS, bool))
+    moving = "log_prob", "entropy", "value"
+    for name, gradient in gradients.items():
+        assert np.any(gradient != 0) == (name in moving), name
+
+
+def test_coefficients_may_be_traced_and_differ_by_member():
+    data, is_valid = jax.tree.map(jnp.asarray, draw(10)), jnp.ones(ITEMS, bool)
+
+    def member(clip_epsilon, entropy_coeff, critic_coeff, dual_clip, cap, clip_value):
+        losses, _ = clip_ppo_loss(
+            data["log_prob"],
+            data["behaviour_log_prob"],
+            data["advantage"],
+            is_valid,
+            clip_epsilon=clip_epsilon,
+            entropy=data["entropy"],
+            entropy_coeff=entropy_coeff,
+            value=data["value"],
+            value_target=data["value_target"],
+            old_value=data["old_value"],
+            critic_coeff=critic_coeff,
+            dual_clip=dual_clip,
+            max_importance_ratio=cap,
+            clip_value=clip_value,
+        )
+        return losses.total()
+
+    numbers = np.random.default_rng(0).uniform(0.05, 0.5, (6, 3)).astype(np.float32)
+    numbers[3:5] += 1.0
+    together = jax.jit(jax.vmap(member))(*numbers)
+    alone = [member(*(float(x) for x in column)) for column in numbers.T]
+    np.testing.assert_allclose(together, alone, rtol=1e-5)
+    assert len({float(x) for x in alone}) == 3
+
+
+# -------------------------------------------------------------------- special cases
+
+
+def small(**options):
+    """A loss of three items whose log ratios are -1, 0 and 1."""
+    given = {
+        "log_prob": jnp.array([-1.0, 0.0, 1.0]),
+        "behaviour_log_prob": jnp.zeros(3),
+        "advantage": jnp.array([1.0, -1.0, 1.0]),
+        "is_valid": jnp.ones(3, bool),
+    }
+    return clip_ppo_loss(**(given | options))
+
+
+def test_without_entropy_or_value_their_losses_are_zero_and_unreported():
+    losses, told = small()
+    assert losses.entropy == losses.critic == 0
+    assert not {"loss_entropy", "loss_critic", "entropy"} & set(tally.metrics(told))
+    assert "explained_variance" not in tally.metrics(told)
+
+
+def test_no_critic_coeff_really_removes_the_value_loss():
+    value = {"value": jnp.ones(3), "value_target": jnp.zeros(3)}
+    losses, told = small(**value, critic_coeff=None)
+    assert losses.critic == 0
+    assert "loss_critic" not in tally.metrics(told)
+    assert small(**value)[0].critic == 0.5
+
+
+def test_each_head_has_its_own_coefficient_and_its_own_metric():
+    heads = {"arm": jnp.array([1.0, 2.0, 3.0]), "leg": jnp.array([0.0, 4.0, 8.0])}
+    losses, told = small(entropy=heads, entropy_coeff={"arm": 0.5, "leg": 0.25})
+    np.testing.assert_allclose(losses.entropy, -(0.5 * 2 + 0.25 * 4))
+    metrics = tally.metrics(told)
+    assert (metrics["entropy/arm"], metrics["entropy/leg"]) == (2, 4)
+    assert metrics["entropy"] == 6
+    np.testing.assert_allclose(small(entropy=heads, entropy_coeff=0.1)[0].entropy, -0.6)
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "loss", "gradient"),
+    [
+        (np.log(1000.0), -1.0, 100.0, 100.0),
+        (np.log(1000.0), 1.0, -0.12, 0.0),
+        (0.1, 1.0, -np.exp(0.1), -np.exp(0.1)),
+    ],
+)
+def test_a_capped_item_keeps_a_gradient(log_ratio, advantage, loss, gradient):
+    def objective(log_prob):
+        return small(
+            log_prob=log_prob,
+            behaviour_log_prob=jnp.zeros(1),
+            advantage=jnp.full(1, advantage, jnp.float32),
+            is_valid=jnp.ones(1, bool),
+            max_importance_ratio=100.0,
+        )[0].objective
+
+    at = jnp.full(1, log_ratio, jnp.float32)
+    value, slope = jax.value_and_grad(objective)(at)
+    np.testing.assert_allclose(value, loss, rtol=1e-5)
+    np.testing.assert_allclose(slope, [gradient], rtol=1e-5, atol=1e-7)
+
+
+def test_the_decoupled_loss_is_that_of_the_reference_code():
+    # Hilton et al. (2021), as their reference code writes it: the cap lifts log b.
+    data = {k: x.astype(np.float64) for k, x in draw(11, spread=2.0).items()}
+    lp, behaviour = data["log_prob"], data["behaviour_log_prob"]
+    proximal, advantage = data["proximal_log_prob"], data["advantage"]
+    adjusted = np.maximum(behaviour, lp - np.log(2.0))
+    clipped = np.clip(lp - proximal, np.log(0.8), np.log(1.2)) + proximal
+    expected = np.maximum(
+        -advantage * np.exp(lp - adjusted), -advantage * np.exp(clipped - adjusted)
+    )
+    losses, _ = clip_ppo_loss(
+        *(jnp.asarray(x, jnp.float32) for x in (lp, behaviour, advantage)),
+        jnp.ones(ITEMS, bool),
+        proximal_log_prob=jnp.asarray(proximal, jnp.float32),
+        max_importance_ratio=2.0,
+        reduction="none",
+    )
+    np.testing.assert_allclose(losses.objective, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_active_side_is_where_nothing_is_learned():
+    def objective(log_prob):
+        losses, told = small(
+            log_prob=log_prob,
+            behaviour_log_prob=jnp.zeros(4),
+            advantage=jnp.array([1.0, -1.0, 1.0, -1.0]),
+            is_valid=jnp.ones(4, bool),
+        )
+        return losses.objective, tally.metrics(told)
+
+    at = jnp.array([-1.0, -1.0, 1.0, 1.0])
+    gradient, metrics = jax.grad(objective, has_aux=True)(at)
+    np.testing.assert_array_equal(gradient == 0, [False, True, True, False])
+    assert metrics["clip_fraction"] == 1
+    for side in ("low", "high"):
+        assert metrics[f"clip_fraction_{side}"] == 0.5
+        assert metrics[f"clip_fraction_active_{side}"] == 0.25
+
+
+def test_the_dual_clip_holds_only_where_the_advantage_is_negative():
+    objective = lambda log_ratio, advantage: clip_ppo.clipped_surrogate(
+        log_ratio, advantage, clip_epsilon=0.2, dual_clip=3.0
+    )
+    log_ratio = jnp.log(jnp.array([10.0, 2.0, 10.0, 0.1]))
+    advantage = jnp.array([-1.0, -1.0, 1.0, 1.0])
+    np.testing.assert_allclose(
+        objective(log_ratio, advantage), [-3.0, -2.0, 1.2, 0.1], rtol=1e-6
+    )
+    slopes = jax.vmap(jax.grad(objective))(log_ratio, advantage)
+    np.testing.assert_allclose(slopes, [0.0, -2.0, 0.0, 0.1], rtol=1e-6)
+
+
+def test_a_batch_without_a_valid_item_is_worth_nothing():
+    gradients, losses, metrics = values_of(draw(12), np.zeros(ITEMS, bool))
+    for x in jax.tree.leaves((gradients, losses, metrics)):
+        np.testing.assert_array_equal(x, 0.0)
+
+
+def test_a_nan_in_a_valid_item_is_seen():
+    data = draw(13)
+    data["log_prob"][2] = np.nan
+    _, losses, metrics = values_of(data, np.ones(ITEMS, bool))
+    assert np.isnan(losses.objective)
+    assert np.isnan(metrics["mean_ratio"])
+
+
+@pytest.mark.parametrize("offset", [0.0, 2.0])
+def test_a_bias_is_an_error_though_no_variance(offset):
+    target = jnp.array([1.0, 2.0, 6.0])
+    _, told = small(value=target + offset, value_target=target)
+    metrics = tally.metrics(told)
+    np.testing.assert_allclose(metrics["explained_variance"], 1.0, atol=1e-6)
+    expected = 1 - offset**2 / np.var(np.asarray(target))
+    np.testing.assert_allclose(metrics["explained_error"], expected, atol=1e-6)
+
+
+def test_equal_targets_explain_nothing_in_any_split():
+    value = jnp.arange(7.0)
+    parts = []
+    for mine in (slice(0, 5), slice(5, 7)):
+        size = value[mine].size
+        _, told = clip_ppo_loss(
+            jnp.zeros(size),
+            jnp.zeros(size),
+            jnp.ones(size),
+            jnp.ones(size, bool),
+            value=value[mine],
+            value_target=jnp.full(size, 0.1),
+        )
+        parts.append(told)
+    for told in (*parts, tally.merge(*parts)):
+        assert tally.metrics(told)["explained_variance"] == 0
+
+
+def test_gradients_agree_with_finite_differences(float64):
+    data = {k: jnp.asarray(x, jnp.float64) for k, x in draw(14).items()}
+    is_valid = jnp.arange(ITEMS) % 4 > 0
+    moving = "log_prob", "entropy", "value"
+
+    def total(*given):
+        losses, _ = full_loss(data | dict(zip(moving, given)), is_valid)
+        return losses.total()
+
+    at = [data[name] for name in moving]
+    assert total(*at).dtype == jnp.float64
+    # The capped weight is a constant of the gradient, not of the value.
+    weight = jnp.exp(data["log_prob"] - data["behaviour_log_prob"])
+    assert jnp.max(weight) < FULL["max_importance_ratio"]
+    moved = jax.jit(functools.partial(_objective_of_a_fixed_weight, data, is_valid))
+    check_grads(moved, (data["log_prob"],), order=1, modes=["rev"], eps=1e-6)
+    others = jax.jit(lambda entropy, value: total(at[0], entropy, value))
+    check_grads(others, at[1:], order=1, modes=["rev"], eps=1e-6)
+
+
+def _objective_of_a_fixed_weight(data, is_valid, log_prob):
+    """The surrogate with the weight that the data had at the start."""
+    weight = data["proximal_log_prob"] - data["behaviour_log_prob"]
+    surrogate = clip_ppo.clipped_surrogate(
+        log_prob - data["proximal_log_prob"],
+        data["advantage"],
+        clip_epsilon=FULL["clip_epsilon"],
+        log_weight=weight,
+        dual_clip=FULL["dual_clip"],
+    )
+    return masked.mean(surrogate, is_valid)
+
+
+# ---------------------------------------------------------------- entropy by samples
+
+
+@pytest.mark.parametrize("is_reparameterized", [True, False])
+def test_the_gradient_of_a_sampled_entropy_is_the_entropy_s(is_reparameterized):
+    draws = 200_000
+    if is_reparameterized:
+        noise = np.random.default_rng(0).normal(size=draws).astype(np.float32)
+
+        def sampled(log_std):
+            action = jnp.exp(log_std) * noise
+            log_prob = -0.5 * jnp.square(action * jnp.exp(-log_std)) - log_std
+            return clip_ppo.monte_carlo_entropy(log_prob, is_reparameterized=True)
+
+        np.testing.assert_allclose(jax.grad(sampled)(jnp.float32(0.3)), 1.0, atol=1e-5)
+        return
+    logits = jnp.array([1.0, 0.0, -0.5])
+    exact = lambda x: -jnp.sum(jax.nn.softmax(x) * jax.nn.log_softmax(x))
+    probability = np.asarray(jax.nn.softmax(logits), np.float64)
+    probability /= probability.sum()
+    action = np.random.default_rng(1).choice(3, size=draws, p=probability)
+
+    def sampled(logits):
+        log_prob = jax.nn.log_softmax(logits)[action]
+        return clip_ppo.monte_carlo_entropy(log_prob, is_reparameterized=False)
+
+    value, slope = jax.value_and_grad(sampled)(logits)
+    log = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    noise = 5 * np.sqrt(np.sum(probability * log**2)) / np.sqrt(draws)
+    np.testing.assert_allclose(value, exact(logits), atol=noise)
+    expected = jax.grad(exact)(logits)
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(slope, expected, atol=noise * np.abs(log).max())
+
+
+# -------------------------------------------------------------------------- refusals
+
+VALUE = {"value": np.zeros(3, np.float32), "value_target": np.zeros(3, np.float32)}
+HEADS = {"arm": np.zeros(3, np.float32), "leg": np.zeros(3, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_epsilon": 1.0}, r"clip_epsilon 1.0 must be in \(0, 1\)"),
+        ({"clip_epsilon": -0.1}, r"clip_epsilon -0.1 must be in \(0, 1\)"),
+        ({"clip_epsilon": (1.0, 0.2)}, r"clip_epsilon low 1.0 must be in \[0, 1\)"),
+        ({"clip_epsilon": (0.2, -0.1)}, "clip_epsilon high -0.1 must be at least 0"),
+        ({"dual_clip": 1.0}, "dual_clip 1.0 must be above 1"),
+        ({"max_importance_ratio": 0.0}, "max_importance_ratio 0.0 must be above 0"),
+        ({"critic_coeff": -1.0, **VALUE}, "critic_coeff -1.0 must be at least 0"),
+        ({"clip_value": -0.2, **VALUE}, "clip_value -0.2 must be at least 0"),
+        (
+            {"entropy": HEADS, "entropy_coeff": -0.1},
+            "entropy_coeff arm -0.1 must be at least 0",
+        ),
+        (
+            {"entropy": HEADS, "entropy_coeff": {"arm": -0.5, "leg": 0.1}},
+            "entropy_coeff arm -0.5 must be at least 0",
+        ),
+        (
+            {"entropy": HEADS, "entropy_coeff": {"arm": 0.5}},
+            r"entropy_coeff of heads \['arm'\] must be of exactly .*'arm', 'leg'",
+        ),
+        (
+            {"entropy": HEADS, "entropy_coeff": {"arm": 0.5, "leg": 0.1, "eye": 0.1}},
+            "must be of exactly the heads",
+        ),
+        (
+            {"entropy": np.zeros(3, np.float32), "entropy_coeff": {"arm": 0.5}},
+            r"must be of exactly the heads \[\]",
+        ),
+        (
+            {"clip_epsilon": (0.2, 0.3), "clip_value": True},
+            "clip_value True must be a number with a clip_epsilon of two",
+        ),
+        ({"clip_value": 0.2}, "clip_value 0.2 must be given with value"),
+        ({"clip_value": 0.2, **VALUE}, "must be given with .*old_value"),
+        ({"value": VALUE["value"]}, "value_target None must be given with a value"),
+        (
+            {"loss_critic_type": "huber", **VALUE},
+            "kind 'huber' must be one of l1, l2, smooth_l1",
+        ),
+        ({"reduction": "max"}, "reduction 'max' must be one of none, mean, sum"),
+    ],
+)
+def test_an_impossible_option_is_named_with_its_value(options, message):
+    options = jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, options
+    )
+    with pytest.raises(ValueError, match=message):
+        small(**options)
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(TypeError):
+        small(clip_eps=0.1)
+
+
+def test_shapes_that_would_make_an_outer_product_are_refused():
+    with pytest.raises(Exception, match=r"(?i)type|shape"):
+        small(advantage=jnp.ones((3, 1)))

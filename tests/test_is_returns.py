@@ -94,6 +94,11 @@ def test_targets_and_advantages_are_the_sums_of_the_paper(options, method):
             close(got.advantage, reference.policy_advantages(rows, targets, GAMMA))
             rho = np.minimum(options.get("rho_bar", 1.0), ratio)
             close(got.rho[rows.is_valid], rho[rows.is_valid])
+            c = options.get("lambda_", 1.0) * np.minimum(
+                options.get("c_bar", 1.0), ratio
+            )
+            c = np.ones(12) if options.get("trace") == "none" else c
+            close(got.c[rows.is_valid], c[rows.is_valid])
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 500])

@@ -117,8 +117,7 @@ def kl_k1(log_ratio: Float[Array, "*items"]) -> Float[Array, "*items"]:
 def kl_k2(log_ratio: Float[Array, "*items"]) -> Float[Array, "*items"]:
     """Biased estimate of KL(b || pi) from one sample of b: ``(log r)^2 / 2``.
 
-    Its gradient at b is that of the KL, which k1's is not. Schulman (2020),
-    "Approximating KL divergence", estimator k2.
+    Schulman (2020), "Approximating KL divergence", estimator k2.
 
     Args:
       log_ratio: ``log pi(a|s) - log b(a|s)`` with a drawn from b.

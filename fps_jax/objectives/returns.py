@@ -247,10 +247,14 @@ def truncated_is_returns(
         jnp.where(is_valid, x, 0.0) for x in (log_ratio, r_t, discount_t, v_tm1, v_t)
     )
     rho = ratios.truncated_ratio(log_ratio, rho_bar)
-    c = lambda_ * ratios.truncated_ratio(log_ratio, c_bar)
+    c = (
+        jnp.ones_like(rho)
+        if trace == "none"
+        else lambda_ * ratios.truncated_ratio(log_ratio, c_bar)
+    )
     delta_t = r_t + discount_t * v_t - v_tm1
     reach_t = discount_t * trace_t
-    decay_t = reach_t if trace == "none" else reach_t * c
+    decay_t = reach_t * c
     if n is None or n >= r_t.size:
         correction = sums.discounted(rho * delta_t, decay_t, method=method)
     else:

@@ -1,15 +1,17 @@
 """How fast are truncated importance-sampling returns, beside rlax's V-trace?
 
-``python -m experiments.bench_returns`` compiles and runs, under ``vmap`` over B
-trajectories of T rows,
+``python -m experiments.bench_returns`` compiles and runs, under ``vmap`` over the
+columns of batches ``[T, B]``,
 
 * ``scan`` and ``associative``: `fps_jax.objectives.returns.truncated_is_returns`, each
   of its methods;
-* ``rlax``: ``rlax.vtrace``.
+* ``rlax``: ``rlax.vtrace``;
+* ``floor``: nothing but a scan of ``x + decay * following``, for how little could be
+  compiled at all.
 
-``forward`` is the targets; ``gradient`` is that of half the squared error between
-targets and values, by the values. They take turns in one process; compile and run
-times are medians of the repeats, and the header of
+``forward`` is the value targets; ``gradient`` is that of half the squared error between
+targets and values, by the values. They take turns in one process; compile times have
+tracing in them; they and run times are medians of the repeats, and the header of
 ``experiments/results/bench_returns.csv`` has rlax's time over that of ours as it is by
 default, for every shape.
 """
@@ -51,51 +53,60 @@ class Options:
 
 
 def ours(method: str) -> Callable[..., jax.Array]:
-    """Errors ``Y - v`` of our own returns; differentiable by the values.
+    """Value targets of our own returns; constants.
 
     Args:
       method: see `returns.truncated_is_returns`.
     """
 
-    def errors(log_ratio, reward, values):
+    def targets(log_ratio, reward, discount, values):
         always = jnp.ones_like(reward)
-        got = returns.truncated_is_returns(
+        return returns.truncated_is_returns(
             log_ratio,
             reward,
-            0.99 * always,
+            discount,
             always,
             values[:-1],
             values[1:],
             always > 0,
             method=method,
-        )
-        return got.target - values[:-1]
+        ).target
 
-    return errors
+    return targets
 
 
-def theirs(log_ratio, reward, values) -> Any:
-    """Errors of rlax's V-trace."""
-    discount = jnp.full_like(reward, 0.99)
-    return rlax.vtrace(values[:-1], values[1:], reward, discount, jnp.exp(log_ratio))
+def theirs(log_ratio, reward, discount, values) -> Any:
+    """Value targets of rlax's V-trace; constants, as ``stop_target_gradients`` says."""
+    v_tm1, v_t = values[:-1], values[1:]
+    return v_tm1 + rlax.vtrace(v_tm1, v_t, reward, discount, jnp.exp(log_ratio))
+
+
+def floor(log_ratio, reward, discount, values) -> jax.Array:
+    """No targets of anything: a scan alone."""
+    del log_ratio, values
+    return jax.lax.stop_gradient(sums.discounted(reward, discount, method="scan"))
 
 
 VARIANTS = {
     "scan": ours("scan"),
     "associative": ours("associative"),
     "rlax": theirs,
+    "floor": floor,
 }
 
 
-def functions(errors: Callable[..., jax.Array]) -> dict[str, Callable[..., Any]]:
+def functions(targets: Callable[..., jax.Array]) -> dict[str, Callable[..., Any]]:
     """What is measured of one variant, over a batch.
 
     Args:
-      errors: of one trajectory.
+      targets: of one trajectory.
     """
-    batched = jax.vmap(errors)
-    loss = lambda *args: 0.5 * jnp.mean(jnp.square(batched(*args)))
-    return {"forward": batched, "gradient": jax.grad(loss, argnums=2)}
+    batched = jax.vmap(targets, in_axes=1, out_axes=1)
+
+    def loss(*args):
+        return 0.5 * jnp.mean(jnp.square(batched(*args) - args[-1][:-1]))
+
+    return {"forward": batched, "gradient": jax.grad(loss, argnums=3)}
 
 
 def measure(f: Callable[..., Any], args: Any, seconds: float) -> tuple[float, float]:
@@ -119,15 +130,17 @@ def measure(f: Callable[..., Any], args: Any, seconds: float) -> tuple[float, fl
 
 
 def data(length: int, batch: int) -> tuple[jax.Array, ...]:
-    """Log ratios, rewards and values of a batch.
+    """Log ratios, rewards, discounts and values of a batch; one row in 20 is terminal.
 
     Args:
       length: T.
       batch: B.
     """
     rng = np.random.default_rng(0)
-    shapes = (batch, length), (batch, length), (batch, length + 1)
-    return tuple(jnp.asarray(rng.normal(0.0, 0.5, s), jnp.float32) for s in shapes)
+    normal = lambda rows: rng.normal(0.0, 0.5, (rows, batch))
+    discount = 0.99 * (rng.random((length, batch)) > 0.05)
+    columns = normal(length), normal(length), discount, normal(length + 1)
+    return tuple(jnp.asarray(x, jnp.float32) for x in columns)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,8 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 name: [] for name in VARIANTS
             }
             for _ in range(options.repeats):
-                for name, errors in VARIANTS.items():
-                    f = functions(errors)[what]
+                for name, targets in VARIANTS.items():
+                    f = functions(targets)[what]
                     taken[name].append(measure(f, args, options.seconds))
             median = {
                 name: tuple(statistics.median(column) for column in zip(*pairs))

@@ -97,6 +97,37 @@ def run_seed(options: Options, more: Sequence[str], seed: int) -> list[dict[str,
     ]
 
 
+def run_seeds(options: Options, more: Sequence[str]) -> list[dict[str, Any]]:
+    """Trains every seed, each in a process of its own; their evaluations.
+
+    Args:
+      options: of all seeds.
+      more: further options of every run, as experiments.train takes them.
+    """
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(
+        options.jobs, mp_context=context, max_tasks_per_child=1
+    ) as pool:
+        runs = pool.map(
+            functools.partial(run_seed, options, more), range(options.seeds)
+        )
+        rows = []
+        for seed, run in enumerate(runs):
+            rows += run
+            print(f"seed {seed}: {run[-1]['return']}", flush=True)
+    return rows
+
+
+def final_returns(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """The last evaluation of every seed.
+
+    Args:
+      rows: see `run_seeds`.
+    """
+    last = {row["seed"]: float(row["return"]) for row in rows}  # In order of steps.
+    return list(last.values())
+
+
 def interquartile_mean(returns: Sequence[float]) -> tuple[float, float, float]:
     """Interquartile mean of runs, with its 95 % stratified bootstrap interval.
 
@@ -133,22 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         Options, words, prog=PROG, return_unknown_args=True
     )
     train.read(options.argv(0, more))  # Refuses what no run could be given.
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(
-        options.jobs, mp_context=context, max_tasks_per_child=1
-    ) as pool:
-        runs = pool.map(
-            functools.partial(run_seed, options, more), range(options.seeds)
-        )
-        rows = []
-        for seed, run in enumerate(runs):
-            rows += run
-            print(f"seed {seed}: {run[-1]['return']}", flush=True)
-    last = [
-        max(r["env_steps"] for r in rows if r["seed"] == s)
-        for s in range(options.seeds)
-    ]
-    final = [r["return"] for r in rows if r["env_steps"] == last[r["seed"]]]
+    rows = run_seeds(options, more)
+    final = final_returns(rows)
     iqm, low, high = interquartile_mean(final)
     path = results.FOLDER / f"{options.name or options.agent}_{options.env}.csv"
     summary = f"{iqm:.1f} [{low:.1f}, {high:.1f}] over {options.seeds} seeds"

@@ -1,8 +1,9 @@
-"""Settings that were tuned for a task: one row each, for any agent.
+"""Settings that were tuned for a task, and variants of an agent.
 
-A row overrides the agent's defaults (first) and the run's (second); what is given on
-the command line overrides the row. ``--preset auto`` takes the row of the task's own
-name, if there is one, ``--preset none`` takes none.
+A task's row overrides the agent's defaults (first) and the run's (second), a variant
+overrides the row, and what is given on the command line overrides both. ``--preset
+auto`` takes the row of the task's own name, if there is one, ``--preset none`` takes
+none.
 """
 
 from typing import Any
@@ -29,25 +30,54 @@ PRESETS: dict[str, dict[str, Preset]] = {
     },
 }
 
+VARIANTS: dict[str, tuple[str, Preset]] = {
+    # Yu et al. (2025), arXiv:2503.14476: the upper side is wider.
+    "ppo_clip_higher": ("ppo", ({"clip_epsilon_high": 0.28}, {})),
+    # Ye et al. (2020), arXiv:1912.09729.
+    "ppo_dual_clip": ("ppo", ({"dual_clip": 3.0}, {})),
+    # Hilton et al. (2021), arXiv:2110.00641: a centre of mass of 8 gradient steps.
+    "ppo_ewma": ("ppo", ({"ewma_decay": 8 / 9, "max_importance_ratio": 100.0}, {})),
+    # Heess et al. (2017), arXiv:1707.02286: several actors share whole-batch steps.
+    "dppo": (
+        "ppo",
+        (
+            {
+                "minibatch_size": None,
+                "num_epochs": 20,
+                "learning_rate": 1e-3,
+                "normalize_advantage": "batch",
+            },
+            {"num_actors": 2},
+        ),
+    ),
+}
+"""By name: the agent that it is a variant of, and what differs."""
 
-def find(agent: str, env: str, name: str) -> Preset:
-    """Looks a row up.
+
+def base(agent: str) -> str:
+    """The agent that a variant is one of; an agent is one of itself.
 
     Args:
-      agent: the agent's name.
+      agent: name of an agent or of a variant.
+    """
+    return VARIANTS[agent][0] if agent in VARIANTS else agent
+
+
+def find(agent: str, env: str, name: str) -> Preset:
+    """Looks the settings of an agent, or of a variant, for a task up.
+
+    Args:
+      agent: its name.
       env: the task id.
       name: "auto", "none", or the task whose row is wanted.
 
     Raises:
       ValueError: if a task is named that has no row.
     """
-    rows = PRESETS.get(agent, {})
-    if name == "none":
-        return {}, {}
+    rows = {"none": ({}, {})} | PRESETS.get(base(agent), {})
     if name == "auto":
-        return rows.get(env, ({}, {}))
+        name = env if env in rows else "none"
     if name not in rows:
-        raise ValueError(
-            f"preset {name!r} is not one of {['auto', 'none', *rows]} for {agent}."
-        )
-    return rows[name]
+        raise ValueError(f"preset {name!r} is not one of {['auto', *rows]}.")
+    row, (_, variant) = rows[name], VARIANTS.get(agent, (agent, ({}, {})))
+    return {"name": agent} | row[0] | variant[0], row[1] | variant[1]

@@ -21,13 +21,14 @@ from fps_jax.types import AgentConfig
 
 PROG = "experiments.train"
 AGENTS: dict[str, Any] = {"ppo": PPOConfig}
+NAMES = (*AGENTS, *presets.VARIANTS)
 
 
 def options(agent: str, env: str, preset: str) -> Any:
     """Makes the options of one agent, as its preset for a task has them.
 
     Args:
-      agent: a key of `AGENTS`.
+      agent: one of `NAMES`.
       env: the task id.
       preset: see `presets.find`.
 
@@ -35,7 +36,7 @@ def options(agent: str, env: str, preset: str) -> Any:
       A dataclass with fields ``agent``, ``run`` and ``preset``.
     """
     for_agent, for_run = presets.find(agent, env, preset)
-    agent_default = AGENTS[agent](**for_agent)
+    agent_default = AGENTS[presets.base(agent)](**for_agent)
     run_default = TrainConfig(env=env, **for_run)
     fields = [
         (name, tyro.conf.OmitArgPrefixes[type(default)], default)
@@ -60,7 +61,7 @@ def read(argv: Sequence[str]) -> tuple[AgentConfig, TrainConfig]:
     first.add_argument("--preset", default="auto")
     known = first.parse_known_args(list(argv))[0]
     try:
-        commands = {name: options(name, known.env, known.preset) for name in AGENTS}
+        commands = {name: options(name, known.env, known.preset) for name in NAMES}
     except ValueError as error:
         command_line.refuse(error, prog=PROG)
     name, rest = (argv[0], argv[1:]) if argv else ("", [])

@@ -8,21 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
 from chex import assert_tree_all_finite, assert_trees_all_close, assert_trees_all_equal
+from ppo_twin import LENGTH, ROWS, TOTAL, Compiled, Twin, compiled, random_trajectory
 from probes import CONTINUOUS, DISCRETE, EndlessEnv, TwoStepEnv, acted
 from probes import random_trajectory as random_experience
 
-from fps_jax.agents.ppo import Hyper, PPOConfig
-from fps_jax.models.networks import actor_critic
-from fps_jax.models.normalize import MomentsState
+from fps_jax.agents.ppo import PPOConfig
+from fps_jax.agents.ppo_options import Hyper
 from fps_jax.runtime.acting import Actor
 from fps_jax.types import Discrete, EnvSpec
-
-LENGTH, ENVS = 6, 4
-ROWS = LENGTH * ENVS
-TOTAL = 10 * ROWS
-random_trajectory = functools.partial(random_experience, length=LENGTH, envs=ENVS)
 
 PLAIN = PPOConfig(
     optimizer="sgd",
@@ -43,201 +37,6 @@ STEPS = PPOConfig(num_epochs=2, minibatch_size=ROWS // 3, hidden_sizes=(8,))
 """Adam, over minibatches."""
 
 
-class Compiled:
-    """An agent with its functions compiled, and how often `update` was traced."""
-
-    def __init__(self, config: PPOConfig, spec: EnvSpec):
-        self.config, self.spec, self.traces = config, spec, 0
-        self.agent = config.make(spec, total_env_steps=TOTAL)
-
-        def update(state, trajectory):
-            self.traces += 1
-            return self.agent.update(state, trajectory)
-
-        self.update = jax.jit(update)
-        self.network = actor_critic(
-            spec,
-            hidden_sizes=config.hidden_sizes,
-            activation=config.activation,
-            init_log_std=config.init_log_std,
-        )
-
-    @functools.cached_property
-    def state(self):
-        """A state in the middle of a run, with nothing in it at its first value."""
-        state = jax.jit(self.agent.init)(jax.random.key(1))
-        rng = np.random.default_rng(2)
-        draw = lambda x: np.float32(0.5) * rng.normal(size=x.shape).astype(np.float32)
-        shape = self.spec.observation_shape
-        mean, variance = np.full(shape, 0.8), np.linspace(2, 5, np.prod(shape))
-        moments = 100.0, mean, variance.reshape(shape)
-        single = lambda xs: MomentsState(*(jnp.asarray(x, jnp.float32) for x in xs))
-        learner = state.learner._replace(
-            params=jax.tree.map(lambda x: jnp.asarray(draw(x)), state.learner.params),
-            observation_moments=single(moments),
-            return_moments=single((100.0, 0.5, 4.0)),
-            update=jnp.asarray(3, jnp.int32),
-        )
-        return state._replace(learner=learner)
-
-    def nearly_acted(self, seed, state=None):
-        """Experience of a policy that differs a little from the state's."""
-        trajectory = random_trajectory(seed, self.spec)
-        trajectory = acted(self.agent, state or self.state, trajectory)
-        noise = np.random.default_rng(seed).normal(size=(LENGTH, ENVS))
-        log_prob = trajectory.behaviour["log_prob"] + np.float32(0.3) * noise
-        return trajectory._replace(behaviour={"log_prob": np.float32(log_prob)})
-
-    def with_hyper(self, state=None, **values):
-        """The state with other numeric hyper-parameters."""
-        state = state or self.state
-        values = {k: jnp.asarray(v, jnp.float32) for k, v in values.items()}
-        hyper = state.learner.hyper._replace(**values)
-        return state._replace(learner=state.learner._replace(hyper=hyper))
-
-
-compiled = functools.cache(Compiled)
-
-
-# ------------------------------------------------------------------ the naive twin
-
-
-class Twin:
-    """PPO in float64 numpy: the loss as it reads, its slope by differences."""
-
-    def __init__(self, this: Compiled, state, trajectory):
-        self.config, self.spec = this.config, this.spec
-        self.hyper = Hyper(*map(float, state.learner.hyper))
-        self.learner = jax.device_get(state.learner._replace(key=0))
-        self.rows = jax.device_get(trajectory)
-        self.is_valid = np.asarray(trajectory.is_valid)
-        moments = self.learner.observation_moments
-        self.observation = np.float64(self.rows.observation)
-        if self.config.normalize_observations:
-            deviation = np.sqrt(np.float64(moments.variance))
-            self.observation = (self.observation - moments.mean) / deviation
-        variance = float(self.learner.return_moments.variance)
-        self.scale = np.sqrt(variance) if self.config.scale_returns else 1.0
-
-    def hidden(self, params, torso):
-        layer = params[torso]["Dense_0"]
-        return np.tanh(self.observation @ layer["kernel"] + layer["bias"])
-
-    def value(self, params):
-        """``[T + 1, E]``, in the network's own unit."""
-        head = params["value_head"]["Dense_0"]
-        return (self.hidden(params, "value_torso") @ head["kernel"])[..., 0] + head[
-            "bias"
-        ]
-
-    def policy_output(self, params):
-        """``[T, E, ...]``, logits or means."""
-        layer = params["policy_head"]["Dense_0"]
-        hidden = self.hidden(params, "policy_torso")[:-1]
-        return hidden @ layer["kernel"] + layer["bias"]
-
-    def log_prob_and_entropy(self, params):
-        out = self.policy_output(params)
-        if isinstance(self.spec.action, Discrete):
-            probability = np.exp(out) / np.exp(out).sum(-1, keepdims=True)
-            index = self.rows.action[..., None]
-            log_prob = np.log(np.take_along_axis(probability, index, -1)[..., 0])
-            return log_prob, -(probability * np.log(probability)).sum(-1)
-        std = np.exp(params["policy_head"]["log_std"])
-        z = (self.rows.action - out) / std
-        log_prob = (-0.5 * z**2 - np.log(std) - 0.5 * np.log(2 * np.pi)).sum(-1)
-        entropy = (0.5 * np.log(2 * np.pi * np.e) + np.log(std)).sum()
-        return log_prob, np.full(log_prob.shape, entropy)
-
-    def advantages(self, params):
-        """Advantages and value targets, in units of reward."""
-        values = self.value(params) * self.scale
-        per_env = [
-            reference.Rows(
-                *(
-                    np.asarray(getattr(self.rows, name))[:, e]
-                    for name in ("reward", "terminated", "truncated", "is_valid")
-                ),
-                values[:, e],
-            )
-            for e in range(ENVS)
-        ]
-        gamma, lambda_ = self.hyper.gamma, self.hyper.lambda_
-        found = [reference.advantages(rows, gamma, lambda_) for rows in per_env]
-        advantage = np.stack(found, axis=1)
-        return advantage, values[:-1] + advantage
-
-    def loss(self, params, advantage, target):
-        hyper, kept = self.hyper, self.is_valid
-        log_prob, entropy = self.log_prob_and_entropy(params)
-        log_ratio = (log_prob - self.rows.behaviour["log_prob"])[kept]
-        ratio, advantage = np.exp(log_ratio), advantage[kept]
-        if self.config.normalize_advantage != "none":
-            advantage = (advantage - advantage.mean()) / advantage.std()
-        surrogate = [
-            reference.clipped_surrogate(r, a, hyper.clip_epsilon)
-            for r, a in zip(ratio, advantage)
-        ]
-        error = self.value(params)[:-1][kept] - target[kept] / self.scale
-        parts = {
-            "policy_loss": -np.mean(surrogate),
-            "value_loss": np.mean(error**2) / 2,
-            "entropy": np.mean(entropy[kept]),
-            "kl": np.mean(ratio - 1 - log_ratio),
-            "clip_fraction": np.mean(np.abs(ratio - 1) > hyper.clip_epsilon),
-        }
-        parts["loss"] = (
-            parts["policy_loss"]
-            + hyper.value_coef * parts["value_loss"]
-            - hyper.entropy_coef * parts["entropy"]
-        )
-        return parts
-
-    def slope(self, params, *constants):
-        """The gradient of the loss, by central differences."""
-
-        def of_leaf(path):
-            leaf = functools.reduce(lambda node, key: node[key.key], path, params)
-            slope = np.zeros_like(leaf)
-            for i in np.ndindex(leaf.shape):
-                middle, losses = leaf[i], []
-                for side in (-1e-6, 1e-6):
-                    leaf[i] = middle + side
-                    losses.append(self.loss(params, *constants)["loss"])
-                leaf[i] = middle
-                slope[i] = (losses[1] - losses[0]) / 2e-6
-            return slope
-
-        return jax.tree_util.tree_map_with_path(lambda path, _: of_leaf(path), params)
-
-    def update(self):
-        """Parameters and metrics after full-batch gradient descent."""
-        hyper = self.hyper
-        progress = min(1.0, int(self.learner.update) * ROWS / hyper.total_env_steps)
-        fall = 1 - hyper.final_learning_rate_fraction
-        learning_rate = hyper.learning_rate * (1 - fall * progress)
-        params = jax.tree.map(np.float64, self.learner.params["params"])
-        value = self.value(params)[:-1] * self.scale
-        at_start = constants = self.advantages(params)
-        metrics = []
-        for _ in range(self.config.num_epochs):
-            if self.config.recompute_advantages:
-                constants = self.advantages(params)
-            parts, slope = self.loss(params, *constants), self.slope(params, *constants)
-            norm = np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(slope)))
-            metrics.append(parts | {"grad_norm": norm})
-            step = learning_rate * min(1.0, hyper.max_grad_norm / norm)
-            params = jax.tree.map(lambda p, s, step=step: p - step * s, params, slope)
-        means = {k: np.mean([m[k] for m in metrics]) for k in metrics[0]}
-        kept = self.is_valid
-        explained = reference.explained_variance(value[kept], at_start[1][kept])
-        return params, means | {
-            "learning_rate": learning_rate,
-            "return_scale": self.scale,
-            "explained_variance": explained,
-        }
-
-
 TWINS = {
     "discrete": (PLAIN, DISCRETE),
     "continuous, recomputed": (
@@ -245,6 +44,40 @@ TWINS = {
             PLAIN, normalize_advantage="batch", num_epochs=2, recompute_advantages=True
         ),
         CONTINUOUS,
+    ),
+    "every option": (
+        dataclasses.replace(
+            PLAIN,
+            clip_epsilon=0.1,
+            clip_epsilon_high=0.2,
+            final_clip_epsilon_fraction=0.5,
+            dual_clip=1.2,
+            ewma_decay=0.7,
+            max_importance_ratio=1.2,
+            value_loss="smooth_l1",
+            clip_value=0.02,
+            num_epochs=3,
+            normalize_advantage="percentile",
+            advantage_norm_rate=0.2,
+            shares_torso=True,
+            separates_losses=True,
+        ),
+        CONTINUOUS,
+    ),
+    "every option, otherwise": (
+        dataclasses.replace(
+            PLAIN,
+            clip_epsilon=0.05,
+            ewma_decay=0.7,
+            ewma_debias=False,
+            value_loss="l1",
+            clip_value=0.02,
+            num_epochs=3,
+            minibatch_size=None,
+            normalize_advantage="running",
+            shares_torso=True,
+        ),
+        DISCRETE,
     ),
     "nothing normalised": (
         dataclasses.replace(
@@ -266,15 +99,15 @@ def test_an_update_is_the_gradient_step_of_the_twin(name, max_grad_norm):
     trajectory = this.nearly_acted(4)
     state = this.with_hyper(max_grad_norm=max_grad_norm)
     after, metrics = this.update(state, trajectory)
-    params, expected = Twin(this, state, trajectory).update()
+    params, average, expected = Twin(this, state, trajectory).update()
     assert 0.1 < expected["clip_fraction"] < 0.9
     assert (expected["grad_norm"] > max_grad_norm) == (max_grad_norm < 1)
-    assert_trees_all_close(
-        jax.tree.map(np.float64, after.learner.params["params"]),
-        params,
-        rtol=1e-4,
-        atol=1e-5,
-    )
+    found = after.learner
+    close = functools.partial(assert_trees_all_close, rtol=1e-4, atol=1e-5)
+    double = lambda tree: jax.tree.map(np.float64, tree["params"])
+    close(double(found.params), params)
+    if average is not None:
+        close(double(found.average.value), average)
     assert metrics.keys() == expected.keys()
     for key, value in expected.items():
         np.testing.assert_allclose(metrics[key], value, 1e-4, 1e-6, err_msg=key)
@@ -359,13 +192,13 @@ def test_the_first_ratio_is_one(name):
     trajectory = random_trajectory(8, this.spec)
     _, metrics = this.update(state, acted(this.agent, state, trajectory))
     assert metrics["clip_fraction"] == 0
-    np.testing.assert_allclose(metrics["kl"], 0, atol=1e-11)
-    np.testing.assert_allclose(metrics["policy_loss"], 0, atol=1e-6)
+    np.testing.assert_allclose(metrics["kl_k3"], 0, atol=1e-11)
+    np.testing.assert_allclose(metrics["loss_objective"], 0, atol=1e-6)
     # It is not, for a policy that saw through other statistics.
     moved = state.learner.observation_moments._replace(mean=jnp.zeros(3))
     other = state._replace(learner=state.learner._replace(observation_moments=moved))
     _, metrics = this.update(state, acted(this.agent, other, trajectory))
-    assert metrics["kl"] > 1e-4
+    assert metrics["kl_k3"] > 1e-4
 
 
 @pytest.mark.parametrize("explore", [True, False])
@@ -410,18 +243,26 @@ OTHER_VALUES = {
     "total_env_steps": 2.0 * TOTAL,
     "gamma": 0.5,
     "lambda_": 0.3,
-    "clip_epsilon": 0.1,
+    "clip_epsilon": 0.01,
+    "clip_epsilon_high": 0.02,
+    "final_clip_epsilon_fraction": 0.1,
+    "dual_clip": 1.01,
+    "ewma_decay": 0.1,
+    "max_importance_ratio": 0.9,
     "entropy_coef": 0.0,
     "value_coef": 0.2,
+    "clip_value": 0.1,
+    "advantage_norm_rate": 0.9,
     "max_grad_norm": 0.05,
 }
 
 
 def test_every_number_is_traced_and_none_is_dead():
     assert OTHER_VALUES.keys() == set(Hyper._fields)
-    this = compiled(PLAIN, DISCRETE)
-    trajectory = random_trajectory(4, DISCRETE)
+    this = compiled(*TWINS["every option"])
+    trajectory = this.nearly_acted(4)
     before, _ = this.update(this.with_hyper(max_grad_norm=0.2), trajectory)
+    traces = this.traces
     for name, value in OTHER_VALUES.items():
         state = this.with_hyper(**({"max_grad_norm": 0.2} | {name: value}))
         after, _ = this.update(state, trajectory)
@@ -432,15 +273,20 @@ def test_every_number_is_traced_and_none_is_dead():
         )
         assert not all(jax.tree.leaves(same)), name
         assert after.learner.hyper._asdict()[name] == np.float32(value)
-    assert this.traces == 1
+    assert this.traces == traces == 1
 
 
-def test_the_options_are_what_the_state_starts_with():
-    learner = compiled(PLAIN, DISCRETE).state.learner
-    for name in Hyper._fields:
-        expected = TOTAL if name == "total_env_steps" else getattr(PLAIN, name)
-        assert getattr(learner.hyper, name) == np.float32(expected)
-        assert getattr(learner.hyper, name).dtype == jnp.float32
+@pytest.mark.parametrize("name", ["discrete", "every option"])
+def test_the_options_are_what_the_state_starts_with(name):
+    this = compiled(*TWINS[name])
+    for field, leaf in this.state.learner.hyper._asdict().items():
+        of_options = None if field == "total_env_steps" else getattr(this.config, field)
+        expected = TOTAL if field == "total_env_steps" else of_options
+        if expected is None:
+            assert leaf is None
+        else:
+            assert leaf == np.float32(expected)
+            assert leaf.dtype == jnp.float32
 
 
 def stack(trees):
@@ -510,6 +356,14 @@ def test_rounds_of_acting_and_learning_spend_no_key_twice():
         ("lambda_", 2.0, r"\[0, 1\]"),
         ("clip_epsilon", 0.0, r"\(0, 1\)"),
         ("clip_epsilon", 1.0, r"\(0, 1\)"),
+        ("clip_epsilon_high", -0.1, "at least 0"),
+        ("final_clip_epsilon_fraction", 1.5, r"\[0, 1\]"),
+        ("dual_clip", 1.0, "above 1"),
+        ("ewma_decay", 1.0, r"\[0, 1\)"),
+        ("max_importance_ratio", 0.0, "above 0"),
+        ("clip_value", -0.1, "at least 0"),
+        ("advantage_norm_rate", 0.0, r"\(0, 1\]"),
+        ("name", "a/b", "a folder can have"),
         ("entropy_coef", -0.5, "at least 0"),
         ("value_coef", -0.5, "at least 0"),
         ("max_grad_norm", 0.0, "above 0"),
@@ -529,7 +383,11 @@ def test_an_option_out_of_range_is_named_with_its_value_and_limit(option, value,
 
 @pytest.mark.parametrize(
     ("option", "limit"),
-    [("normalize_advantage", "minibatch, batch, none"), ("optimizer", "adam, sgd")],
+    [
+        ("normalize_advantage", "minibatch, batch, percentile, running, none"),
+        ("optimizer", "adam, sgd"),
+        ("value_loss", "l1, l2, smooth_l1"),
+    ],
 )
 def test_a_choice_that_there_is_not_is_refused_also_without_a_type_checker(
     option, limit

@@ -1,18 +1,31 @@
 """Gradient steps that every agent takes: minibatches, optimiser, schedule."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, Key
 
-from fps_jax.types import Metrics
+from fps_jax.models.normalize import AverageState, MovingAverage
 
 Scalar = Float[Array, ""] | float
 Optimizer = Literal["adam", "sgd"]
-Carry = tuple[Any, optax.OptState]
+
+
+class Learned(NamedTuple):
+    """What gradient steps move.
+
+    Attributes:
+      params: of the network.
+      optimizer: of optax.
+      average: moving average of the parameters over gradient steps; None without one.
+    """
+
+    params: Any
+    optimizer: optax.OptState
+    average: AverageState | None
 
 
 def gradient_transform(
@@ -33,74 +46,86 @@ def gradient_transform(
 
 
 def gradient_step(
-    loss_fn: Callable[[Any, Any], tuple[Float[Array, ""], Metrics]],
+    loss_fn: Callable[[Any, Any, Any], tuple[Float[Array, ""], Any]],
     transform: optax.GradientTransformation,
     *,
     learning_rate: Scalar,
+    averaging: MovingAverage | None,
     axis_name: str | None,
-) -> Callable[[Carry, Any], tuple[Carry, Metrics]]:
+) -> Callable[[Learned, Any], tuple[Learned, tuple[Any, Float[Array, ""]]]]:
     """Makes one descent step on a minibatch that the devices share.
 
     Args:
-      loss_fn: ``loss_fn(params, minibatch) -> (loss, metrics)``, both this device's
-        shares of means over all devices; see `masked.share_of_mean`.
+      loss_fn: ``loss_fn(params, average, minibatch) -> (loss, aux)``, this device's
+        share of a loss over all devices; see `masked.share_of_mean`. The average is
+        that of the parameters so far, None without one.
       transform: see `gradient_transform`.
       learning_rate: step size.
+      averaging: keeps the average; None keeps none.
       axis_name: the device axis, if any.
 
     Returns:
-      ``step((params, optimizer), minibatch) -> ((params, optimizer), metrics)``.
+      ``step(learned, minibatch) -> (learned, (aux, norm))``, the norm being that of the
+      gradient.
     """
 
-    def step(carry: Carry, minibatch: Any) -> tuple[Carry, Metrics]:
-        params, optimizer = carry
-        gradient, metrics = jax.grad(loss_fn, has_aux=True)(params, minibatch)
+    def step(learned: Learned, minibatch: Any):
+        params, optimizer, average = learned
+        kept = None if average is None else average.value
+        gradient, aux = jax.grad(loss_fn, has_aux=True)(params, kept, minibatch)
         if axis_name is not None:
-            gradient, metrics = jax.lax.psum((gradient, metrics), axis_name)
-        metrics["grad_norm"] = optax.tree.norm(gradient)
+            gradient = jax.lax.psum(gradient, axis_name)
+        norm = optax.tree.norm(gradient)
         # Optax mixes counts and floats, which strict JAX refuses.
         with jax.numpy_dtype_promotion("standard"):
             direction, optimizer = transform.update(gradient, optimizer)
         params = jax.tree.map(lambda p, d: p - learning_rate * d, params, direction)
-        return (params, optimizer), metrics
+        if averaging is not None and average is not None:
+            average = averaging.update(average, params)
+        return Learned(params, optimizer, average), (aux, norm)
 
     return step
 
 
 def minibatch_epochs(
-    step: Callable[[Carry, Any], tuple[Carry, Metrics]],
-    carry: Carry,
+    step: Callable[[Learned, Any], tuple[Learned, Any]],
+    learned: Learned,
     batch_of: Callable[[Any], Any],
+    report: Callable[[Any, Any], Any],
     key: Key[Array, ""],
     *,
     rows: int,
     num_epochs: int,
     num_minibatches: int,
-) -> tuple[Carry, Metrics]:
+) -> tuple[Learned, Any]:
     """Passes over a batch several times, each in minibatches of a new random order.
 
     Args:
       step: see `gradient_step`.
-      carry: parameters and the optimiser's state.
+      learned: what it moves.
       batch_of: ``batch_of(params)`` gives an epoch's batch, each leaf ``[rows, ...]``.
+      report: ``report(out, minibatches)`` sums up an epoch, from what its steps gave
+        beside `learned` and what they were given, both stacked: what is reported costs
+        the steps nothing.
       key: of this device and this update alone.
       rows: of the batch on this device.
       num_epochs: passes over it.
       num_minibatches: of each pass; they divide the rows.
 
     Returns:
-      The new carry, and the mean of each metric over all steps.
+      What was learned, and the reports of all epochs, stacked.
     """
 
-    def one_epoch(carry: Carry, epoch: Int[Array, ""]):
+    def one_epoch(learned: Learned, epoch: Int[Array, ""]):
         order = jax.random.permutation(jax.random.fold_in(key, epoch), rows)
         split = lambda x: x[order].reshape(num_minibatches, -1, *x.shape[1:])
-        return jax.lax.scan(step, carry, jax.tree.map(split, batch_of(carry[0])))
+        minibatches = jax.tree.map(split, batch_of(learned.params))
+        learned, out = jax.lax.scan(step, learned, minibatches)
+        return learned, report(out, minibatches)
 
     # Folded and not split: JAX's check of keys takes a scan over split keys, once
     # vmapped, for their second use.
-    carry, metrics = jax.lax.scan(one_epoch, carry, jnp.arange(num_epochs))
-    return carry, jax.tree.map(jnp.mean, metrics)
+    return jax.lax.scan(one_epoch, learned, jnp.arange(num_epochs))
 
 
 def linear_decay(
@@ -120,17 +145,19 @@ def linear_decay(
     )
 
 
-def num_minibatches(minibatch_size: int, rows: int, devices: int) -> int:
+def num_minibatches(minibatch_size: int | None, rows: int, devices: int) -> int:
     """How many minibatches a batch is split into.
 
     Args:
-      minibatch_size: rows of one gradient step, over all devices.
+      minibatch_size: rows of one gradient step, over all devices; None is all of them.
       rows: rows of the batch on one device.
       devices: how many there are.
 
     Raises:
       ValueError: if either does not divide.
     """
+    if minibatch_size is None:
+        return 1
     if minibatch_size % devices or (rows * devices) % minibatch_size:
         raise ValueError(
             f"minibatch_size {minibatch_size} must be a multiple of {devices} learner "

@@ -6,20 +6,131 @@ from typing import Any, NamedTuple, cast
 import jax
 from jaxtyping import Array, Bool, Float, Shaped
 
+from fps_jax.agents.ppo_options import Hyper, PPOOptions
 from fps_jax.models.networks import ActorCritic
-from fps_jax.objectives import clip_ppo, masked, ratios, returns
-from fps_jax.types import Metrics, Trajectory
+from fps_jax.objectives import masked, returns
+from fps_jax.objectives.clip_ppo import Interval
+from fps_jax.objectives.clip_ppo_loss import Losses, clip_ppo_loss
+from fps_jax.objectives.tally import Tally
+from fps_jax.types import Trajectory
 
 
 class Batch(NamedTuple):
-    """Rows to learn from, each ``[B, ...]``."""
+    """Rows to learn from, each ``[B, ...]``; values in the network's own unit."""
 
     observation: Shaped[Array, " B *observation"]
     action: Shaped[Array, " B *action"]
     log_prob: Float[Array, " B"]
     advantage: Float[Array, " B"]
     target: Float[Array, " B"]
+    old_value: Float[Array, " B"]
     is_valid: Bool[Array, " B"]
+
+
+class Prediction(NamedTuple):
+    """What the network says of a minibatch, each ``[B]``.
+
+    Attributes:
+      log_prob: of the actions.
+      proximal_log_prob: of the policy to stay close to; None is the one that acted.
+      entropy: of the policy.
+      value: of the observations.
+      advantage: as the minibatch weighs them.
+    """
+
+    log_prob: Float[Array, "*items"]
+    proximal_log_prob: Float[Array, "*items"] | None
+    entropy: Float[Array, "*items"]
+    value: Float[Array, "*items"]
+    advantage: Float[Array, "*items"]
+
+
+class Loss(NamedTuple):
+    """PPO's loss in two steps.
+
+    Attributes:
+      predict: ``predict(params, proximal_params, minibatch) -> Prediction``.
+      evaluate: ``evaluate(prediction, batch) -> (Losses, Tally)``, of items of any
+        shape; the losses are this device's shares of means over all devices.
+    """
+
+    predict: Callable[[Any, Any, Batch], Prediction]
+    evaluate: Callable[[Prediction, Batch], tuple[Losses, Tally]]
+
+    def of_params(
+        self, params: Any, proximal_params: Any, batch: Batch
+    ) -> tuple[Float[Array, ""], Prediction]:
+        """The loss to be differentiated, and the prediction that it is made from.
+
+        Args:
+          params: of the network.
+          proximal_params: of the policy to stay close to; None is the one that acted.
+          batch: a minibatch.
+        """
+        prediction = self.predict(params, proximal_params, batch)
+        return self.evaluate(prediction, batch)[0].total(), prediction
+
+
+def make_loss(
+    network: ActorCritic,
+    options: PPOOptions,
+    hyper: Hyper,
+    *,
+    clip_epsilon: Interval,
+    axis_name: str | None,
+) -> Loss:
+    """Makes PPO's loss; see `clip_ppo_loss`.
+
+    Args:
+      network: the policy and the value function.
+      options: the static choices.
+      hyper: the numbers.
+      clip_epsilon: those two of them that are scheduled.
+      axis_name: the device axis, if any.
+    """
+
+    def predict(params: Any, proximal_params: Any, batch: Batch) -> Prediction:
+        policy, value = cast(Any, network.apply(params, batch.observation))
+        proximal: Any = None
+        if proximal_params is not None:
+            proximal = network.apply(
+                proximal_params, batch.observation, method="policy"
+            )
+        advantage = batch.advantage
+        if options.normalize_advantage == "minibatch":
+            advantage = masked.standardize(
+                advantage, batch.is_valid, axis_name=axis_name
+            )
+        return Prediction(
+            log_prob=policy.log_prob(batch.action),
+            proximal_log_prob=proximal and proximal.log_prob(batch.action),
+            entropy=policy.entropy(),
+            value=value,
+            advantage=advantage,
+        )
+
+    def evaluate(prediction: Prediction, batch: Batch) -> tuple[Losses, Tally]:
+        return clip_ppo_loss(
+            prediction.log_prob,
+            batch.log_prob,
+            prediction.advantage,
+            batch.is_valid,
+            clip_epsilon=clip_epsilon,
+            dual_clip=hyper.dual_clip,
+            proximal_log_prob=prediction.proximal_log_prob,
+            max_importance_ratio=hyper.max_importance_ratio,
+            entropy=prediction.entropy,
+            entropy_coeff=hyper.entropy_coef,
+            value=prediction.value,
+            value_target=batch.target,
+            old_value=batch.old_value,
+            critic_coeff=hyper.value_coef,
+            loss_critic_type=options.value_loss,
+            clip_value=hyper.clip_value,
+            axis_name=axis_name,
+        )
+
+    return Loss(predict, evaluate)
 
 
 def advantages_and_targets(
@@ -29,7 +140,7 @@ def advantages_and_targets(
     observation: Shaped[Array, "rows E *observation"],
     *,
     scale: Float[Array, ""],
-    hyper: Any,
+    hyper: Hyper,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"], Float[Array, "T E"]]:
     """Values, advantages and value targets of a segment, in units of reward.
 
@@ -70,60 +181,3 @@ def advantages_and_targets(
         values,
     )
     return values[:-1], advantage, target
-
-
-def make_loss(
-    network: ActorCritic,
-    hyper: Any,
-    *,
-    normalizes_advantage: bool,
-    axis_name: str | None,
-) -> Callable[[Any, Batch], tuple[Float[Array, ""], Metrics]]:
-    """Makes PPO's loss on a minibatch.
-
-        -mean(clipped surrogate) + value_coef mean(value loss) - entropy_coef entropy
-
-    Args:
-      network: the policy and the value function.
-      hyper: gives clip_epsilon, value_coef and entropy_coef.
-      normalizes_advantage: standardise each minibatch's advantages.
-      axis_name: the device axis, if any.
-
-    Returns:
-      ``loss_fn(params, minibatch) -> (loss, metrics)``, this device's shares of means
-      over all devices.
-    """
-
-    def loss_fn(params, batch: Batch):
-        policy, value = cast(Any, network.apply(params, batch.observation))
-        log_ratio = ratios.sanitized_log_ratio(
-            policy.log_prob(batch.action), batch.log_prob, batch.is_valid
-        )
-        advantage = batch.advantage
-        if normalizes_advantage:
-            advantage = masked.standardize(
-                advantage, batch.is_valid, axis_name=axis_name
-            )
-        surrogate = clip_ppo.clipped_surrogate(
-            log_ratio, advantage, clip_epsilon=hyper.clip_epsilon
-        )
-        sides = clip_ppo.clipped_sides(
-            log_ratio, advantage, clip_epsilon=hyper.clip_epsilon
-        )
-        clipped = (sides["low"] | sides["high"]).astype(log_ratio.dtype)
-        mean = masked.share_of_mean(batch.is_valid, axis_name=axis_name)
-        metrics = {
-            "policy_loss": -mean(surrogate),
-            "value_loss": 0.5 * mean(clip_ppo.value_loss(value, batch.target)),
-            "entropy": mean(policy.entropy()),
-            "kl": mean(ratios.kl_k3(log_ratio)),
-            "clip_fraction": mean(clipped),
-        }
-        loss = (
-            metrics["policy_loss"]
-            + hyper.value_coef * metrics["value_loss"]
-            - hyper.entropy_coef * metrics["entropy"]
-        )
-        return loss, metrics | {"loss": loss}
-
-    return loss_fn

@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 
 import distrax
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
+from fps_jax import checks
 from fps_jax.models import distributions
 from fps_jax.types import Discrete, EnvSpec
 
@@ -120,11 +122,14 @@ class ActorCritic(nn.Module):
       policy_torso: reads observations for the policy.
       policy_head: maps the torso's features to a distribution.
       value_torso: reads observations for the value; None shares the policy's torso.
+      separates_losses: only the policy trains a torso that is shared: the value's
+        gradient ends at its features (torchrl's ``separate_losses``).
     """
 
     policy_torso: nn.Module
     policy_head: nn.Module
     value_torso: nn.Module | None = None
+    separates_losses: bool = False
 
     def setup(self):
         """Names the value's head."""
@@ -140,7 +145,10 @@ class ActorCritic(nn.Module):
         self, observation: Shaped[Array, "*batch_and_shape"]
     ) -> Float[Array, "*batch"]:
         """The value of each observation."""
-        return self.value_head((self.value_torso or self.policy_torso)(observation))
+        features = (self.value_torso or self.policy_torso)(observation)
+        if self.value_torso is None and self.separates_losses:
+            features = jax.lax.stop_gradient(features)
+        return self.value_head(features)
 
     def __call__(
         self, observation: Shaped[Array, "*batch_and_shape"]
@@ -150,26 +158,31 @@ class ActorCritic(nn.Module):
 
 
 def actor_critic(
-    spec: EnvSpec, *, hidden_sizes: Sequence[int], activation: str, init_log_std: float
+    spec: EnvSpec,
+    *,
+    hidden_sizes: Sequence[int],
+    activation: str,
+    init_log_std: float,
+    shares_torso: bool = False,
+    separates_losses: bool = False,
 ) -> ActorCritic:
     """Makes the policy and the value function that fit an environment.
 
-    Vectors are read by an `MLP` each, frames by one `NatureCNN` that both share.
+    Vectors are read by an `MLP` each, or by one; frames by one `NatureCNN`.
 
     Args:
       spec: the environment.
       hidden_sizes: width of each hidden layer of the MLPs.
       activation: a key of `ACTIVATIONS`.
       init_log_std: see `GaussianHead`; unused for discrete actions.
+      shares_torso: one torso reads vectors for both; frames are always read so.
+      separates_losses: see `ActorCritic`; needs a torso that is shared.
 
     Raises:
-      ValueError: if the observations are neither vectors nor stacks of frames, or
-        the activation is unknown.
+      ValueError: if the observations are neither vectors nor stacks of frames, the
+        activation is unknown, or there are no shared parameters to separate.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"activation {activation!r} is not one of {tuple(ACTIVATIONS)}."
-        )
+    checks.choice("activation", activation, ACTIVATIONS)
     if isinstance(spec.action, Discrete):
         head = CategoricalHead(spec.action.num_actions)
     else:
@@ -177,9 +190,15 @@ def actor_critic(
     shape = spec.observation_shape
     if len(shape) == 1:
         torso = MLP(hidden_sizes, activation)
-        return ActorCritic(torso, head, MLP(hidden_sizes, activation))
+        if not shares_torso and separates_losses:
+            raise ValueError(
+                f"separates_losses {separates_losses} needs shares_torso: nothing is "
+                "shared otherwise."
+            )
+        value_torso = None if shares_torso else MLP(hidden_sizes, activation)
+        return ActorCritic(torso, head, value_torso, separates_losses)
     if len(shape) == 3 and min(shape[1:]) >= SMALLEST_FRAME:
-        return ActorCritic(NatureCNN(), head)
+        return ActorCritic(NatureCNN(), head, separates_losses=separates_losses)
     raise ValueError(
         f"observations of {spec.env_id} have shape {shape}; a vector is needed, or a "
         f"stack of frames [C, H, W] of at least {SMALLEST_FRAME} x {SMALLEST_FRAME}."

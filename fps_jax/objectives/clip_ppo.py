@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from fps_jax import checks
+
 Scalar = Float[Array, ""] | float
 Interval = Scalar | tuple[Scalar, Scalar]
 """``epsilon`` for ``[1 - epsilon, 1 + epsilon]``, or the two of them apart."""
@@ -169,8 +171,7 @@ def value_loss(
       ValueError: if the kind is unknown, or there is a `clip_value` without an
         `old_value`.
     """
-    if kind not in DISTANCES:
-        raise ValueError(f"kind {kind!r} must be one of {', '.join(DISTANCES)}.")
+    checks.choice("kind", kind, DISTANCES)
     distance, target = DISTANCES[kind], jax.lax.stop_gradient(target)
     loss = distance(value - target)
     if clip_value is None:

@@ -6,17 +6,20 @@ values are constants; ratios neither overflow nor lose their gradient; what cont
 itself is refused.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from fps_jax import checks
 from fps_jax.objectives import clip_ppo, masked, ratios, tally
 from fps_jax.objectives.clip_ppo import Interval, Scalar
 
-Entropy = Float[Array, "*items"] | Mapping[str, Float[Array, "*items"]]
+Heads = Float[Array, "*items"] | Mapping[str, Float[Array, "*items"]]
+"""One array for the whole action, or one of each of its heads by their names."""
 
 
 class Losses(NamedTuple):
@@ -38,16 +41,17 @@ class Losses(NamedTuple):
 
 
 def clip_ppo_loss(
-    log_prob: Float[Array, "*items"],
-    behaviour_log_prob: Float[Array, "*items"],
+    log_prob: Heads,
+    behaviour_log_prob: Heads,
     advantage: Float[Array, "*items"],
     is_valid: Bool[Array, "*items"],
     *,
+    ratio: str = "joint",
     clip_epsilon: Interval = 0.2,
     dual_clip: Scalar | None = None,
-    proximal_log_prob: Float[Array, "*items"] | None = None,
+    proximal_log_prob: Heads | None = None,
     max_importance_ratio: Scalar | None = None,
-    entropy: Entropy | None = None,
+    entropy: Heads | None = None,
     entropy_coeff: Scalar | Mapping[str, Scalar] = 0.01,
     value: Float[Array, "*items"] | None = None,
     value_target: Float[Array, "*items"] | None = None,
@@ -62,17 +66,20 @@ def clip_ppo_loss(
 
         objective = -surrogate,  entropy = -sum_h coeff_h H_h,  critic = coeff d(v, G)
 
-    with `clip_ppo.clipped_surrogate` and `clip_ppo.value_loss`. Log-probabilities are
-    joint: sum an action's dimensions and heads first; items of any shape are clipped
-    one by one. An item that is not valid has no influence, whatever it holds. If policy
-    and value share parameters and only the policy is to train them, stop the gradient
-    of what the value's head is given (torchrl's ``separate_losses``).
+    with `clip_ppo.clipped_surrogate` and `clip_ppo.value_loss`. Items may have any
+    shape; one that is not valid has no influence, whatever it holds. Of an action with
+    several heads, the ratio of the whole is clipped, or that of each head on its own,
+    and then their objectives are added. If policy and value share parameters and only
+    the policy is to train them, stop the gradient of what the value's head is given
+    (torchrl's ``separate_losses``).
 
     Args:
-      log_prob: ``log pi(a|s)`` of the policy that is optimised.
+      log_prob: ``log pi(a|s)`` of the policy that is optimised, of the whole action
+        (an action's dimensions are added up first) or of each head.
       behaviour_log_prob: of the policy that acted.
       advantage: in any unit; see `masked.standardize`.
       is_valid: which items count.
+      ratio: "joint" clips the ratio of all heads together; "per_head" each head's.
       clip_epsilon: a number in (0, 1), or a pair; see `clip_ppo.log_interval`.
       dual_clip: largest ratio where the advantage is negative, above 1; None is none.
       proximal_log_prob: of the policy to stay close to, such as a moving average of
@@ -97,18 +104,21 @@ def clip_ppo_loss(
       ValueError: if an option is out of range or unknown, or two contradict each
         other. Traced numbers are trusted.
     """
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"reduction {reduction!r} must be one of none, mean, sum.")
+    checks.choice("reduction", reduction, ("none", "mean", "sum"))
     _check_policy(clip_epsilon, dual_clip, max_importance_ratio)
-    log_ratio, log_weight = clip_ppo.decoupled_log_ratios(
-        log_prob,
-        behaviour_log_prob,
-        is_valid,
-        proximal_log_prob=proximal_log_prob,
-        max_importance_ratio=max_importance_ratio,
-    )
+    heads = _heads(ratio, log_prob, behaviour_log_prob, proximal_log_prob)
+    log_ratios = {
+        head: clip_ppo.decoupled_log_ratios(
+            current,
+            behaviour,
+            is_valid,
+            proximal_log_prob=proximal,
+            max_importance_ratio=max_importance_ratio,
+        )
+        for head, (current, behaviour, proximal) in heads.items()
+    }
     advantage = jax.lax.stop_gradient(jnp.where(is_valid, advantage, 0.0))
-    items = _policy_items(log_ratio, log_weight, advantage, clip_epsilon, dual_clip)
+    items = _policy_items(log_ratios, advantage, clip_epsilon, dual_clip)
     if entropy is not None or isinstance(entropy_coeff, Mapping):
         items |= _entropy_items(entropy, entropy_coeff, is_valid)
     errors = None
@@ -125,7 +135,8 @@ def clip_ppo_loss(
         raise ValueError(
             f"clip_value {clip_value} must be given with value and critic_coeff."
         )
-    told = tally.of(items, log_ratio + log_weight, errors, is_valid)
+    importance = _added([jnp.add(*pair) for pair in log_ratios.values()])
+    told = tally.of(items, importance, errors, is_valid)
     reduce = {
         "none": lambda x: jnp.where(is_valid, x, 0.0),
         "sum": lambda x: masked.total(x, is_valid),
@@ -137,23 +148,59 @@ def clip_ppo_loss(
     return losses, jax.lax.stop_gradient(told)
 
 
-def _policy_items(log_ratio, log_weight, advantage, clip_epsilon, dual_clip):
-    """The objective, and what is counted of the ratio that is clipped."""
-    surrogate = clip_ppo.clipped_surrogate(
-        log_ratio,
-        advantage,
-        clip_epsilon=clip_epsilon,
-        log_weight=log_weight,
-        dual_clip=dual_clip,
-    )
-    sides = clip_ppo.clipped_sides(log_ratio, advantage, clip_epsilon=clip_epsilon)
+def _added(terms: Iterable[Array]) -> Array:
+    """Their sum; one term is itself."""
+    return functools.reduce(jnp.add, terms)
+
+
+def _heads(ratio, log_prob, behaviour, proximal) -> dict[str, Any]:
+    """Of each ratio that is clipped, the three log-probabilities that it is made of."""
+    checks.choice("ratio", ratio, ("joint", "per_head"))
+    given = [x for x in (log_prob, behaviour, proximal) if x is not None]
+    if not any(isinstance(x, Mapping) for x in given):
+        if ratio == "per_head":
+            raise ValueError(f"ratio {ratio!r} must be given log-probs of each head.")
+        return {"": (log_prob, behaviour, proximal)}
+    names = [sorted(x) if isinstance(x, Mapping) else [] for x in given]
+    if not names[0] or any(heads != names[0] for heads in names):
+        raise ValueError(f"log_probs of heads {names} must be of the same heads.")
+    if ratio == "joint":
+        joint = lambda x: None if x is None else _added(x.values())
+        return {"": (joint(log_prob), joint(behaviour), joint(proximal))}
+    of = lambda x, head: None if x is None else x[head]
     return {
-        "loss_objective": -surrogate,
-        "kl_k1": ratios.kl_k1(log_ratio),
-        "kl_k2": ratios.kl_k2(log_ratio),
-        "kl_k3": ratios.kl_k3(log_ratio),
-        "clip_fraction": sides["low"] | sides["high"],
-    } | {f"clip_fraction_{side}": flags for side, flags in sides.items()}
+        head: (log_prob[head], behaviour[head], of(proximal, head)) for head in names[0]
+    }
+
+
+def _policy_items(log_ratios, advantage, clip_epsilon, dual_clip):
+    """The objective, and what is counted of the ratios that are clipped."""
+    surrogates, flags, by_head = [], [], {}
+    for head, (log_ratio, log_weight) in log_ratios.items():
+        surrogates.append(
+            clip_ppo.clipped_surrogate(
+                log_ratio,
+                advantage,
+                clip_epsilon=clip_epsilon,
+                log_weight=log_weight,
+                dual_clip=dual_clip,
+            )
+        )
+        sides = clip_ppo.clipped_sides(log_ratio, advantage, clip_epsilon=clip_epsilon)
+        flags.append({f"clip_fraction_{side}": flag for side, flag in sides.items()})
+        flags[-1]["clip_fraction"] = sides["low"] | sides["high"]
+        if head:
+            by_head[f"kl_k3/{head}"] = ratios.kl_k3(log_ratio)
+    joint = _added([log_ratio for log_ratio, _ in log_ratios.values()])
+    share = lambda *flags: jnp.mean(jnp.stack(flags).astype(advantage.dtype), axis=0)
+    return {
+        "loss_objective": -_added(surrogates),
+        "kl_k1": ratios.kl_k1(joint),
+        "kl_k2": ratios.kl_k2(joint),
+        "kl_k3": ratios.kl_k3(joint),
+        **jax.tree.map(share, *flags),
+        **by_head,
+    }
 
 
 def _entropy_items(entropy, coeff, is_valid):
@@ -161,7 +208,7 @@ def _entropy_items(entropy, coeff, is_valid):
     heads = entropy if isinstance(entropy, Mapping) else {"": entropy}
     weights = coeff if isinstance(coeff, Mapping) else dict.fromkeys(heads, coeff)
     for name, weight in weights.items():
-        _demand(f"entropy_coeff {name}".strip(), weight, lambda x: x >= 0, "at least 0")
+        checks.number(f"entropy_coeff {name}".strip(), weight, 0)
     if isinstance(coeff, Mapping) and (set(coeff) != set(heads) or "" in heads):
         raise ValueError(
             f"entropy_coeff of heads {sorted(coeff)} must be of exactly the heads "
@@ -184,22 +231,14 @@ def _critic_items(value, target, old_value, coeff, kind, clip_value):
     return items
 
 
-def _demand(name: str, value: Any, is_good: Callable[[Any], bool], limit: str) -> None:
-    """Refuses a number that is known to be impossible; traced ones are trusted."""
-    if isinstance(value, (int, float)) and not is_good(value):
-        raise ValueError(f"{name} {value} must be {limit}.")
-
-
 def _check_policy(clip_epsilon, dual_clip, max_importance_ratio) -> None:
     if isinstance(clip_epsilon, tuple):
-        low, high = clip_epsilon
-        _demand("clip_epsilon low", low, lambda x: 0 <= x < 1, "in [0, 1)")
-        _demand("clip_epsilon high", high, lambda x: x >= 0, "at least 0")
+        checks.number("clip_epsilon low", clip_epsilon[0], 0, 1, ends="[)")
+        checks.number("clip_epsilon high", clip_epsilon[1], 0)
     else:
-        _demand("clip_epsilon", clip_epsilon, lambda x: 0 < x < 1, "in (0, 1)")
-    _demand("dual_clip", dual_clip, lambda x: x > 1, "above 1")
-    cap = max_importance_ratio
-    _demand("max_importance_ratio", cap, lambda x: x > 0, "above 0")
+        checks.number("clip_epsilon", clip_epsilon, 0, 1, ends="()")
+    checks.number("dual_clip", dual_clip, 1, ends="(]")
+    checks.number("max_importance_ratio", max_importance_ratio, 0, ends="(]")
 
 
 def _interval_of_values(clip_epsilon):
@@ -213,8 +252,8 @@ def _interval_of_values(clip_epsilon):
 
 def _check_critic(target, old_value, critic_coeff, clip_value):
     """The old value and the target, if the options make sense."""
-    _demand("critic_coeff", critic_coeff, lambda x: x >= 0, "at least 0")
-    _demand("clip_value", clip_value, lambda x: x >= 0, "at least 0")
+    checks.number("critic_coeff", critic_coeff, 0)
+    checks.number("clip_value", clip_value, 0)
     if target is None:
         raise ValueError("value_target None must be given with a value.")
     if clip_value is not None and old_value is None:

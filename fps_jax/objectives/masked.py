@@ -121,36 +121,6 @@ def _reduced_axes(rank: int, exclude_axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(axis for axis in range(rank) if axis not in excluded)
 
 
-def explained_variance(
-    value: Float[Array, "*items"],
-    target: Float[Array, "*items"],
-    is_valid: Bool[Array, "*items"],
-    *,
-    axis_name: str | None = None,
-) -> Float[Array, ""]:
-    """How much of the targets' variance the values explain.
-
-        1 - Var(G - v) / Var(G)
-
-    1 is perfect, 0 is as good as a constant; 0 by definition if the targets are equal.
-
-    Args:
-      value: predicted returns.
-      target: returns.
-      is_valid: which items count.
-      axis_name: the device axis to reduce over, if any.
-    """
-
-    def variance(x):
-        squares = jnp.square(deviations(x, is_valid, axis_name=axis_name))
-        return mean(squares, is_valid, axis_name=axis_name)
-
-    whole, unexplained = variance(target), variance(target - value)
-    is_varied = whole > 0.0
-    unexplained_share = unexplained / jnp.where(is_varied, whole, 1.0)
-    return jnp.where(is_varied, 1.0 - unexplained_share, 0.0)
-
-
 def standardize(
     x: Float[Array, "*items"],
     is_valid: Bool[Array, "*items"],

@@ -4,34 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from fps_jax.objectives import masked
+from fps_jax.objectives import masked, tally
 
 Scalar = Float[Array, ""] | float
-
-
-def sanitized_log_ratio(
-    log_prob: Float[Array, "*items"],
-    behaviour_log_prob: Float[Array, "*items"],
-    is_valid: Bool[Array, "*items"],
-    *,
-    bound: float = 20.0,
-) -> Float[Array, "*items"]:
-    """Log importance ratio that can be exponentiated in float32.
-
-        clip(log pi(a|s) - log b(a|s), -bound, bound), 0 where not valid
-
-    Masked items are replaced before anything is computed with them, so that not even
-    an infinity there reaches a gradient. A NaN in a valid item stays, to be seen.
-
-    Args:
-      log_prob: log-probability under the policy that is optimised.
-      behaviour_log_prob: log-probability under the policy that acted.
-      is_valid: which items count.
-      bound: largest magnitude; ``exp(20)`` is 4.9e8.
-    """
-    log_prob = jnp.where(is_valid, log_prob, 0.0)
-    behaviour_log_prob = jnp.where(is_valid, behaviour_log_prob, 0.0)
-    return jnp.clip(log_prob - behaviour_log_prob, -bound, bound)
 
 
 def truncated_ratio(
@@ -88,19 +63,9 @@ def effective_sample_size(
       is_valid: which items count.
       axis_name: the device axis to reduce over, if any.
     """
-    log_ratio = jnp.where(is_valid, log_ratio, 0.0)
-    lowest = jnp.finfo(log_ratio.dtype).min
-    largest = jnp.max(jax.lax.stop_gradient(log_ratio), where=is_valid, initial=lowest)
-    if axis_name is not None:
-        largest = jax.lax.pmax(largest, axis_name)
-    shifted = jnp.where(is_valid, log_ratio - largest, 0.0)
-    weight = jnp.where(is_valid, jnp.exp(shifted), 0.0)
-    sums = jnp.sum(weight), jnp.sum(jnp.square(weight)), jnp.sum(is_valid)
-    if axis_name is not None:
-        sums = jax.lax.psum(sums, axis_name)
-    total, squares, count = sums
-    denominator = count.astype(weight.dtype) * squares
-    return jnp.square(total) / jnp.where(denominator > 0.0, denominator, 1.0)
+    told = tally.of({}, log_ratio, None, is_valid)
+    told = told if axis_name is None else tally.across(told, axis_name)
+    return tally.metrics(told)["ESS"]
 
 
 def kl_k1(log_ratio: Float[Array, "*items"]) -> Float[Array, "*items"]:

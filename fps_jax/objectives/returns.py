@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from fps_jax import checks
 from fps_jax.objectives import ratios, sums
 
 Scalar = Float[Array, ""] | float
@@ -271,20 +272,14 @@ def truncated_is_returns(
 
 
 def _check_is_options(rho_bar, c_bar, lambda_, n, trace) -> None:
-    """Refuses what can be known to be impossible: traced numbers are trusted."""
-    known = lambda x: isinstance(x, (int, float))
-    if known(rho_bar) and not rho_bar > 0:
-        raise ValueError(f"rho_bar {rho_bar} must be above 0.")
-    if known(c_bar) and not c_bar >= 0:
-        raise ValueError(f"c_bar {c_bar} must be at least 0.")
-    if known(lambda_) and not 0 <= lambda_ <= 1:
-        raise ValueError(f"lambda_ {lambda_} must be in [0, 1].")
-    if trace not in ("vtrace", "none"):
-        raise ValueError(f"trace {trace!r} must be one of vtrace, none.")
-    if known(rho_bar) and known(c_bar) and rho_bar < c_bar and trace == "vtrace":
+    checks.number("rho_bar", rho_bar, 0, ends="(]")
+    checks.number("c_bar", c_bar, 0)
+    checks.number("lambda_", lambda_, 0, 1)
+    checks.number("n", n, 1)
+    checks.choice("trace", trace, ("vtrace", "none"))
+    known = all(isinstance(bar, (int, float)) for bar in (rho_bar, c_bar))
+    if known and rho_bar < c_bar and trace == "vtrace":
         raise ValueError(
             f"rho_bar {rho_bar} must be at least c_bar {c_bar}: otherwise a trace "
             "carries errors further than they weigh, and the values may diverge."
         )
-    if n is not None and n < 1:
-        raise ValueError(f"n {n} must be at least 1.")

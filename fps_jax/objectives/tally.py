@@ -1,8 +1,8 @@
 """Sums and counts that metrics are made of: they add up, then are divided once.
 
 A mean of means over microbatches or devices weighs their items unevenly. A `Tally` does
-not: `merge` those of microbatches, `across` devices, and take the `metrics` of the
-result.
+not: `merge` those of microbatches, add them up `across` devices, and take the `metrics`
+of the result.
 """
 
 from collections.abc import Mapping
@@ -82,15 +82,14 @@ def of(
     )
 
 
-def merge(a: Tally, b: Tally) -> Tally:
-    """The tally of all items of two batches, as if they had been one.
+def merge(parts: Tally) -> Tally:
+    """The tally of all items of several batches, as if they had been one.
 
     Args:
-      a: of one batch.
-      b: of the other, with the same quantities.
+      parts: of the batches, stacked: every leaf has a leading axis over them.
     """
     return _join(
-        jax.tree.map(lambda *xs: jnp.stack(xs), a, b),
+        parts,
         total=lambda x: jnp.sum(x, axis=0),
         most=lambda x: jnp.max(x, axis=0),
     )
@@ -176,3 +175,26 @@ def metrics(tally: Tally) -> dict[str, Any]:
             "explained_error": explained(tally.error.squares + bias),
         }
     return found
+
+
+def explained_variance(
+    value: Float[Array, "*items"],
+    target: Float[Array, "*items"],
+    is_valid: Bool[Array, "*items"],
+    *,
+    axis_name: str | None = None,
+) -> dict[str, Any]:
+    """How much of the targets' variance the values explain, over every device's items.
+
+    Args:
+      value: predicted returns.
+      target: returns.
+      is_valid: which items count.
+      axis_name: the device axis to reduce over, if any.
+
+    Returns:
+      ``explained_variance`` and ``explained_error``; see `metrics`.
+    """
+    told = of({}, jnp.zeros_like(value), (target, target - value), is_valid)
+    found = metrics(told if axis_name is None else across(told, axis_name))
+    return {name: found[name] for name in ("explained_variance", "explained_error")}

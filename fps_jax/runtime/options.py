@@ -89,7 +89,7 @@ class TrainConfig:
         checks.in_range(self, 1, math.inf, *counts, "keep_checkpoints")
         limits = "env_threads", "max_episode_steps", "learner_devices", "num_processes"
         checks.in_range(self, 1, math.inf, *limits)
-        checks.in_range(self, 0, math.inf, "stall_limit_s", is_open=True)
+        checks.in_range(self, 0, math.inf, "stall_limit_s", ends="()")
         checks.one_of(self, ("pmap", "shard_map"), "mapping")
         checks.one_of(self, ("stop", "mask"), "on_nonfinite")
         if self.resume_step is not None and not self.resume:

@@ -1,7 +1,8 @@
 """Draws figures from what runs and experiments wrote.
 
 ``python -m experiments.figures`` draws ``experiments/figures/<name>.png`` for every
-group of ``experiments/results/<name>_<task>.csv`` that `experiments.learning` wrote.
+group of ``experiments/results/<name>_<task>.csv`` that `experiments.learning` wrote,
+and ``ppo_variants.png`` from what `experiments.ppo_variants` wrote.
 """
 
 import sys
@@ -20,6 +21,7 @@ FOLDER = Path(__file__).parent / "figures"
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 BLUE, ORANGE = "#0072B2", "#E69F00"
+COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 
 
 def draw_run(directory: Path) -> None:
@@ -49,15 +51,26 @@ def draw_run(directory: Path) -> None:
     figure.savefig(directory / "learning_curve.png", dpi=150)
 
 
-def draw_task(axes: Axes, path: Path, *, points: int = 100) -> None:
-    """Draws the learning curves of one task: the IQM of its seeds, and their range.
+def draw_curve(
+    axes: Axes,
+    rows: Sequence[dict[str, str]],
+    *,
+    colour: str = BLUE,
+    label: str | None = None,
+    points: int = 100,
+) -> int:
+    """Draws learning curves as one: the IQM of the seeds, and their range.
 
     Args:
       axes: where.
-      path: a CSV that `experiments.learning` wrote.
+      rows: that `experiments.learning` wrote, of one agent on one task.
+      colour: of the curve.
+      label: of the curve, if there are several.
       points: at which the seeds' curves, straight between evaluations, are compared.
+
+    Returns:
+      How many seeds there are.
     """
-    rows = results.read_csv(path)
     curves = []
     for seed in sorted({row["seed"] for row in rows}):
         mine = [r for r in rows if r["seed"] == seed]
@@ -67,10 +80,63 @@ def draw_task(axes: Axes, path: Path, *, points: int = 100) -> None:
     steps = np.linspace(first, last, points)
     returns = np.stack([np.interp(steps, *curve.T) for curve in curves])
     low, high = returns.min(axis=0), returns.max(axis=0)
-    axes.fill_between(steps / 1e3, low, high, color=BLUE, alpha=0.2, linewidth=0)
-    axes.plot(steps / 1e3, trim_mean(returns, 0.25), color=BLUE, linewidth=2)
-    axes.set_title(f"{rows[0]['env']}, {len(curves)} seeds", fontsize="medium")
+    opacity = 0.2 if label is None else 0.1
+    axes.fill_between(steps / 1e3, low, high, color=colour, alpha=opacity, linewidth=0)
+    axes.plot(
+        steps / 1e3, trim_mean(returns, 0.25), color=colour, linewidth=2, label=label
+    )
     axes.spines[["top", "right"]].set_visible(False)
+    return len(curves)
+
+
+def draw_task(axes: Axes, path: Path) -> None:
+    """Draws the learning curves of one task.
+
+    Args:
+      axes: where.
+      path: a CSV that `experiments.learning` wrote.
+    """
+    rows = results.read_csv(path)
+    seeds = draw_curve(axes, rows)
+    axes.set_title(f"{rows[0]['env']}, {seeds} seeds", fontsize="medium")
+
+
+def draw_variants(path: Path, to: Path) -> None:
+    """Draws the variants of an agent, and below them what four times the batch does.
+
+    Args:
+      path: the CSV that `experiments.ppo_variants` wrote.
+      to: the PNG.
+    """
+    rows = results.read_csv(path)
+    envs = list(dict.fromkeys(row["env"] for row in rows))
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    larger = [arm for arm in arms if arm.endswith("_x4")]
+    compared = [
+        [arm for arm in arms if arm not in larger],
+        [arm for arm in arms if f"{arm}_x4" in larger or arm in larger],
+    ]
+    size = (4.8 * len(envs), 6.4)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(2, len(envs), squeeze=False)
+    for column, env in zip(panels.T, envs, strict=True):
+        for axes, group in zip(column, compared, strict=True):
+            for arm, colour in zip(group, COLOURS):
+                mine = [r for r in rows if r["arm"] == arm and r["env"] == env]
+                label = arm.replace("_x4", ", 4 x the batch")
+                seeds = draw_curve(axes, mine, colour=colour, label=label)
+                axes.set_title(f"{env}, {seeds} seeds", fontsize="medium")
+            if group:
+                axes.legend(frameon=False, fontsize="small")
+    _finish(figure, to)
+
+
+def _finish(figure: Figure, to: Path) -> None:
+    """Labels a figure of learning curves and writes it."""
+    figure.supxlabel("thousand env steps", fontsize="medium")
+    figure.supylabel("deterministic return: IQM and range of seeds", fontsize="medium")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(to, dpi=150)
 
 
 def draw_learning(paths: Sequence[Path], to: Path) -> None:
@@ -88,20 +154,22 @@ def draw_learning(paths: Sequence[Path], to: Path) -> None:
         axes.set_visible(False)
     for axes, path in zip(panels.flat, paths, strict=False):
         draw_task(axes, path)
-    figure.supxlabel("thousand env steps", fontsize="medium")
-    figure.supylabel("deterministic return: IQM and range of seeds", fontsize="medium")
-    to.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(to, dpi=150)
+    _finish(figure, to)
 
 
 def main() -> int:
     """Draws every figure whose results are there."""
     names = ("ppo",)
     for name in names:
-        paths = sorted(results.FOLDER.glob(f"{name}_*.csv"))
+        paths = sorted(results.FOLDER.glob(f"{name}_*-v*.csv"))
+        paths = [p for p in paths if "_" not in p.stem.removeprefix(f"{name}_")]
         if paths:
             draw_learning(paths, FOLDER / f"{name}.png")
             print(FOLDER / f"{name}.png")
+    variants = results.FOLDER / "ppo_variants.csv"
+    if variants.exists():
+        draw_variants(variants, FOLDER / "ppo_variants.png")
+        print(FOLDER / "ppo_variants.png")
     return 0
 
 

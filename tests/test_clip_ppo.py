@@ -89,6 +89,27 @@ def test_the_interval_may_be_traced_and_differ_by_member():
     np.testing.assert_allclose(actual, [[1.1, -0.9], [1.4, -0.6]], rtol=1e-6)
 
 
+def test_a_log_ratio_and_its_weight_are_bounded_and_lose_no_gradient():
+    log_prob = jnp.array([-1.0, -50.0, 3.0, -jnp.inf, -2.0, jnp.nan])
+    behaviour = jnp.array([-1.5, 0.0, -40.0, -1.0, -jnp.inf, 0.0])
+    proximal = jnp.array([-1.2, -40.0, 3.0, -1.0, -2.0, 0.0])
+    keep = jnp.ones(6, bool)
+    f = lambda x, near=None, **more: clip_ppo.decoupled_log_ratios(
+        x, behaviour, near, keep, **more
+    )
+    log_ratio, log_weight = f(log_prob)
+    np.testing.assert_allclose(log_ratio, [0.5, -20, 20, -20, 20, np.nan], rtol=1e-6)
+    np.testing.assert_array_equal(log_weight[:5], 0)
+    log_ratio, log_weight = f(log_prob, proximal)
+    np.testing.assert_allclose(log_ratio[:3], [0.2, -10, 0], rtol=1e-5)
+    np.testing.assert_allclose(log_weight[:3], [0.3, -10, 20], rtol=1e-5)
+    gradient = jax.grad(lambda x: jnp.sum(f(x)[0]))(log_prob)
+    np.testing.assert_array_equal(gradient[jnp.array([0, 1, 2, 4])], 1)
+    assert jnp.isfinite(gradient[3])
+    at_once = jax.grad(lambda x: jnp.sum(f(x, max_importance_ratio=1.1)[1]))
+    np.testing.assert_array_equal(at_once(log_prob)[:5], 0)
+
+
 def test_an_interval_may_be_wider_on_one_side():
     log_ratio = jnp.log(jnp.array([0.5, 1.5]))
     clip = lambda advantage: surrogate(log_ratio, advantage * jnp.ones(2), (0.1, 0.4))

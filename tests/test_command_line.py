@@ -1,5 +1,6 @@
 """What a user types, and the one line that answers a mistake."""
 
+import dataclasses
 import json
 import math
 
@@ -7,7 +8,15 @@ import numpy as np
 import pytest
 from scripted_env import ScriptedEnv
 
-from experiments import bench_ppo, figures, learning, presets, results, train
+from experiments import (
+    bench_ppo,
+    figures,
+    learning,
+    ppo_variants,
+    presets,
+    results,
+    train,
+)
 from fps_jax.agents.ppo import PPOConfig
 from fps_jax.runtime.metrics import read_jsonl
 from fps_jax.runtime.options import TrainConfig
@@ -81,6 +90,62 @@ def test_a_preset_is_the_default_and_the_command_line_overrides_it(env):
     assert run.rollout_steps == for_run["rollout_steps"]
     for name, value in for_agent.items():
         assert getattr(agent, name) == value
+
+
+@pytest.mark.parametrize("variant", presets.VARIANTS)
+def test_a_variant_overrides_the_task_s_row_and_the_command_line_overrides_it(variant):
+    of, (for_agent, for_run) = presets.VARIANTS[variant]
+    env = "HalfCheetah-v4"
+    row, _ = presets.PRESETS[of][env]
+    agent, run = train.read([variant, "--env", env])
+    assert agent.name == variant
+    for name, value in (row | for_agent).items():
+        assert getattr(agent, name) == value
+    for name, value in for_run.items():
+        assert getattr(run, name) == value
+    changed, _ = train.read([variant, "--env", env, "--learning-rate", "0.5"])
+    assert changed == dataclasses.replace(agent, learning_rate=0.5)
+    plain, _ = train.read([variant, "--env", env, "--preset", "none"])
+    assert plain == PPOConfig(name=variant, **for_agent)
+
+
+def test_at_four_times_the_batch_the_average_is_as_old_in_env_steps():
+    options = ppo_variants.Options(seeds=1)
+    given, words = options.of_runs("ppo_ewma_x4", "Hopper-v4")
+    agent, run = train.read(given.argv(0, words))
+    small_agent, small_run = train.read(
+        options.of_runs("ppo_ewma", "Hopper-v4")[0].argv(0, [])
+    )
+    assert agent.minibatch_size == 4 * small_agent.minibatch_size
+    assert run.num_envs == 4 * small_run.num_envs
+    assert agent.learning_rate == 2 * small_agent.learning_rate
+    age = lambda of: of.minibatch_size * of.ewma_decay / (1 - of.ewma_decay)
+    np.testing.assert_allclose(age(agent), age(small_agent))
+    with pytest.raises(ValueError, match="arms 'ppo_x5' is not one of"):
+        ppo_variants.Options(arms=("ppo_x5",))
+
+
+def test_the_variants_become_a_csv_and_a_figure(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    for_agent = {"minibatch_size": 32, "num_epochs": 1, "hidden_sizes": (8,)}
+    small_row = {"CartPole-v1": (for_agent, {"num_envs": 4, "rollout_steps": 16})}
+    monkeypatch.setitem(presets.PRESETS, "ppo", small_row)
+    # The seeds' own processes would read the presets anew.
+    monkeypatch.setattr(
+        learning,
+        "run_seeds",
+        lambda options, more: [
+            row for seed in range(2) for row in learning.run_seed(options, more, seed)
+        ],
+    )
+    words = "--arms ppo ppo_ewma_x4 --envs CartPole-v1 --seeds 2 --evaluations 2 "
+    words += "--total-env-steps 512 --eval-episodes 1"
+    assert ppo_variants.main(words.split()) == 0
+    path = tmp_path / "ppo_variants.csv"
+    assert "final_iqm" in path.read_text()
+    assert {row["arm"] for row in results.read_csv(path)} == {"ppo", "ppo_ewma_x4"}
+    figures.draw_variants(path, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
 def test_a_run_leaves_its_folder_and_a_table_and_goes_on_when_asked(capsys, tmp_path):

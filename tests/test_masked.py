@@ -10,7 +10,7 @@ import reference
 from devices import AXIS, BACKENDS, device_masks, over_devices
 from jax.test_util import check_grads
 
-from fps_jax.objectives import masked, ratios
+from fps_jax.objectives import masked
 
 
 def draw(seed: int, shape, loc: float = 0.0):
@@ -29,20 +29,17 @@ def test_a_mean_is_over_the_valid_items_alone(compiled):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_four_devices_agree_with_one_that_sees_every_item(backend):
-    def statistics(x, y, is_valid, axis_name=None):
+    def statistics(x, is_valid, axis_name=None):
         return (
             masked.mean(x, is_valid, axis_name=axis_name),
-            masked.explained_variance(x, y, is_valid, axis_name=axis_name),
             masked.standardize(x, is_valid, axis_name=axis_name),
         )
 
     x, is_valid = draw(1, (4, 5), loc=2.0), device_masks()
-    y = x + 0.5 * draw(2, (4, 5))
     mapped = over_devices(lambda *args: statistics(*args, axis_name=AXIS), backend)
-    means, shares, items = mapped(x, y, is_valid)
-    mean, share, item = statistics(*map(jnp.asarray, (x, y, is_valid)))
+    means, items = mapped(x, is_valid)
+    mean, item = statistics(*map(jnp.asarray, (x, is_valid)))
     np.testing.assert_allclose(means, jnp.full(4, mean), rtol=1e-6)
-    np.testing.assert_allclose(shares, jnp.full(4, share), rtol=1e-5)
     np.testing.assert_allclose(items, item, rtol=1e-5, atol=1e-6)
 
 
@@ -94,37 +91,12 @@ def test_a_small_spread_about_a_large_mean_keeps_its_digits():
     np.testing.assert_allclose(out, reference.standardized(x, is_valid), atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("target", "expected"),
-    [("value", 1.0), ("value + 3", 1.0), ("noise", None), ("equal", 0.0)],
-)
-def test_explained_variance_is_one_less_the_share_of_the_error(target, expected):
-    value = draw(7, 40)
-    target = {
-        "value": value,
-        "value + 3": value + 3,
-        "noise": value + 2 * draw(8, 40),
-        "equal": np.full(40, 0.1, np.float32),
-    }[target]
-    is_valid = np.arange(40) < 37
-    if expected is None:
-        expected = reference.explained_variance(value[:37], target[:37])
-        assert 0 < expected < 0.5
-    actual = masked.explained_variance(*map(jnp.asarray, (value, target, is_valid)))
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("item", [0.1, -3.3, 1234.567])
-def test_equal_items_explain_nothing_and_standardise_to_zero(item):
+def test_equal_items_standardise_to_zero(item):
     @jax.jit
     def results(x, is_valid):
         standard = lambda x: jnp.sum(jnp.sin(masked.standardize(x, is_valid)))
-        ramp = jnp.arange(64, dtype=jnp.float32)
-        return (
-            masked.standardize(x, is_valid),
-            jax.grad(standard)(x),
-            masked.explained_variance(ramp, x, is_valid),
-        )
+        return masked.standardize(x, is_valid), jax.grad(standard)(x)
 
     for count in (0, 1, 2, 7, 64):
         for result in results(jnp.full(64, item), jnp.arange(64) < count):
@@ -150,15 +122,9 @@ def test_what_a_masked_item_holds_changes_neither_result_nor_gradient():
     x, y = (jnp.asarray(draw(seed, (4, 5))) for seed in (10, 11))
 
     def results(x, y):
-        surrogate = jnp.exp(ratios.sanitized_log_ratio(x, y, is_valid))
-        total = (
-            masked.mean(x, is_valid)
-            + masked.share_of_mean(is_valid)(y)
-            + masked.explained_variance(x, y, is_valid)
-            + jnp.sum(jnp.sin(masked.standardize(x, is_valid)))
-            + jnp.sum(surrogate)
-        )
-        return total, surrogate
+        standard = masked.standardize(x, is_valid)
+        mean = masked.mean(x, is_valid) + masked.share_of_mean(is_valid)(y)
+        return mean + jnp.sum(jnp.sin(standard)), standard
 
     run = jax.jit(jax.value_and_grad(results, argnums=(0, 1), has_aux=True))
     clean = run(x, y)
@@ -212,12 +178,11 @@ def test_impossible_axes_are_refused(axes, message):
 
 def test_gradients_agree_with_finite_differences(float64):
     is_valid = jnp.asarray(device_masks())
-    x, y = (jnp.asarray(draw(seed, (4, 5)), jnp.float64) for seed in (13, 14))
+    x = jnp.asarray(draw(13, (4, 5)), jnp.float64)
     fs = (
         lambda x: masked.mean(jnp.sin(x), is_valid),
         lambda x: masked.share_of_mean(is_valid)(jnp.sin(x)),
         lambda x: masked.standardize(x, is_valid),
-        lambda x: masked.explained_variance(x, y, is_valid),
     )
     every = jax.jit(lambda x: [f(x) for f in fs])
     check_grads(every, (x,), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)

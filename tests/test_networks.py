@@ -14,10 +14,14 @@ from fps_jax.types import Continuous, Discrete, EnvSpec
 BOX, CHOICE = Continuous((-1.0,) * 3, (1.0,) * 3), Discrete(5)
 
 
-def make(shape=(7,), action=BOX, hidden_sizes=(16,), activation="tanh"):
+def make(shape=(7,), action=BOX, hidden_sizes=(16,), activation="tanh", **more):
     spec = EnvSpec("Toy-v0", shape, np.dtype(np.float32), action)
     return actor_critic(
-        spec, hidden_sizes=hidden_sizes, activation=activation, init_log_std=-0.5
+        spec,
+        hidden_sizes=hidden_sizes,
+        activation=activation,
+        init_log_std=-0.5,
+        **more,
     )
 
 
@@ -157,6 +161,30 @@ def test_of_frames_both_share_one_torso():
     assert not is_zero(gradient["policy_torso"])
 
 
+@pytest.mark.parametrize("separates_losses", [False, True])
+@pytest.mark.parametrize("shape", [(7,), FRAMES])
+def test_what_is_shared_is_trained_by_both_or_by_the_policy_alone(
+    shape, separates_losses
+):
+    network = make(shape, shares_torso=True, separates_losses=separates_losses)
+    params, seen = drawn(network, shape), jnp.ones((1, *shape))
+    by_value = value_gradient(network, params, seen)
+    assert set(by_value) == {"policy_torso", "policy_head", "value_head"}
+    assert is_zero(by_value["policy_torso"]) == separates_losses
+    assert not is_zero(by_value["value_head"])
+
+    def of_policy(params):
+        return jnp.sum(network.apply(params, seen, method="policy").mode())
+
+    by_policy = jax.jit(jax.grad(of_policy))(params)["params"]
+    assert not is_zero(by_policy["policy_torso"])
+
+
+def test_nothing_can_be_separated_that_is_not_shared():
+    with pytest.raises(ValueError, match="separates_losses True needs shares_torso"):
+        make(separates_losses=True)
+
+
 def test_a_continuous_policy_starts_with_its_deviation_and_near_the_centre():
     network = make()
     params = initialise(network, (7,), 0)
@@ -215,5 +243,5 @@ def test_observations_of_other_shapes_are_refused(shape):
 
 
 def test_an_unknown_activation_is_refused():
-    with pytest.raises(ValueError, match="activation 'gelu' is not one of"):
+    with pytest.raises(ValueError, match="activation 'gelu' must be one of"):
         make(activation="gelu")

@@ -5,6 +5,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -59,6 +60,7 @@ def clipped_surrogate(
         policy is the one that acted.
       dual_clip: largest ratio of an action that was worse than expected, above 1.
     """
+    chex.assert_equal_shape([log_ratio, advantage])
     lower, upper = log_interval(clip_epsilon, log_ratio.dtype)
     worse = jnp.maximum(log_ratio, lower)
     if dual_clip is not None:
@@ -99,9 +101,9 @@ def clipped_sides(
 def decoupled_log_ratios(
     log_prob: Float[Array, "*items"],
     behaviour_log_prob: Float[Array, "*items"],
+    proximal_log_prob: Float[Array, "*items"] | None,
     is_valid: Bool[Array, "*items"],
     *,
-    proximal_log_prob: Float[Array, "*items"] | None = None,
     max_importance_ratio: Scalar | None = None,
     bound: float = 20.0,
 ) -> tuple[Float[Array, "*items"], Float[Array, "*items"]]:
@@ -121,8 +123,8 @@ def decoupled_log_ratios(
     Args:
       log_prob: under the policy that is optimised.
       behaviour_log_prob: under the policy that acted.
-      is_valid: which items count.
       proximal_log_prob: under the policy to stay close to; None is the one that acted.
+      is_valid: which items count.
       max_importance_ratio: largest ``pi / b``, above 0; None is no limit.
       bound: largest magnitude of a logarithm; ``exp(20)`` is 4.9e8.
     """
@@ -170,8 +172,10 @@ def value_loss(
     Raises:
       ValueError: if the kind is unknown, or there is a `clip_value` without an
         `old_value`.
+      AssertionError: if value and target differ in shape.
     """
     checks.choice("kind", kind, DISTANCES)
+    chex.assert_equal_shape([value, target])
     distance, target = DISTANCES[kind], jax.lax.stop_gradient(target)
     loss = distance(value - target)
     if clip_value is None:

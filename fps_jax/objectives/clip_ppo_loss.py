@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -103,19 +104,20 @@ def clip_ppo_loss(
     Raises:
       ValueError: if an option is out of range or unknown, or two contradict each
         other. Traced numbers are trusted.
+      AssertionError: if the arrays are not all of one shape.
     """
     checks.choice("reduction", reduction, ("none", "mean", "sum"))
     _check_policy(clip_epsilon, dual_clip, max_importance_ratio)
     heads = _heads(ratio, log_prob, behaviour_log_prob, proximal_log_prob)
+    of_values = [x for x in (value, value_target, old_value) if x is not None]
+    # A row against a column would silently become an outer product.
+    arrays = jax.tree.leaves((heads, advantage, entropy, of_values))
+    chex.assert_equal_shape([is_valid, *arrays])
     log_ratios = {
         head: clip_ppo.decoupled_log_ratios(
-            current,
-            behaviour,
-            is_valid,
-            proximal_log_prob=proximal,
-            max_importance_ratio=max_importance_ratio,
+            now, then, near, is_valid, max_importance_ratio=max_importance_ratio
         )
-        for head, (current, behaviour, proximal) in heads.items()
+        for head, (now, then, near) in heads.items()
     }
     advantage = jax.lax.stop_gradient(jnp.where(is_valid, advantage, 0.0))
     items = _policy_items(log_ratios, advantage, clip_epsilon, dual_clip)
@@ -137,15 +139,18 @@ def clip_ppo_loss(
         )
     importance = _added([jnp.add(*pair) for pair in log_ratios.values()])
     told = tally.of(items, importance, errors, is_valid)
-    reduce = {
+    reduce = _reducer(reduction, is_valid, axis_name)
+    of_term = lambda name: reduce(items.get(f"loss_{name}", jnp.zeros_like(advantage)))
+    return Losses(*map(of_term, Losses._fields)), jax.lax.stop_gradient(told)
+
+
+def _reducer(reduction, is_valid, axis_name):
+    """From items to what the reduction leaves of them."""
+    return {
         "none": lambda x: jnp.where(is_valid, x, 0.0),
         "sum": lambda x: masked.total(x, is_valid),
         "mean": masked.share_of_mean(is_valid, axis_name=axis_name),
     }[reduction]
-    nothing = jnp.zeros_like(advantage)
-    names = "loss_objective", "loss_entropy", "loss_critic"
-    losses = Losses(*(reduce(items.get(name, nothing)) for name in names))
-    return losses, jax.lax.stop_gradient(told)
 
 
 def _added(terms: Iterable[Array]) -> Array:

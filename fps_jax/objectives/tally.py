@@ -155,9 +155,10 @@ def metrics(tally: Tally) -> dict[str, Any]:
     limit = jnp.log(jnp.finfo(dtype).max) - 0.1
     share = jnp.where(is_any, tally.weight / count, 1.0)
     ratio = lambda x: jnp.where(is_any, jnp.exp(jnp.minimum(x, limit)), 0.0)
-    squares = jnp.where(is_any, count * tally.weight_squares, 1.0)
+    squares = count * tally.weight_squares
+    squares = jnp.where(squares > 0.0, squares, 1.0)  # 0 if no ratio is above 0.
     found |= {
-        "ESS": jnp.where(is_any, jnp.square(tally.weight) / squares, 0.0),
+        "ESS": jnp.square(tally.weight) / squares,
         "max_ratio": ratio(tally.largest),
         "mean_ratio": ratio(tally.largest + jnp.log(share)),
     }

@@ -101,14 +101,14 @@ def draw_task(axes: Axes, path: Path) -> None:
     axes.set_title(f"{rows[0]['env']}, {seeds} seeds", fontsize="medium")
 
 
-def draw_variants(path: Path, to: Path) -> None:
+def draw_variants(paths: Sequence[Path], to: Path) -> None:
     """Draws the variants of an agent, and below them what four times the batch does.
 
     Args:
-      path: the CSV that `experiments.ppo_variants` wrote.
+      paths: CSVs that `experiments.ppo_variants` wrote.
       to: the PNG.
     """
-    rows = results.read_csv(path)
+    rows = [row for path in paths for row in results.read_csv(path)]
     envs = list(dict.fromkeys(row["env"] for row in rows))
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     larger = [arm for arm in arms if arm.endswith("_x4")]
@@ -166,8 +166,8 @@ def main() -> int:
         if paths:
             draw_learning(paths, FOLDER / f"{name}.png")
             print(FOLDER / f"{name}.png")
-    variants = results.FOLDER / "ppo_variants.csv"
-    if variants.exists():
+    variants = sorted((results.FOLDER / "ppo_variants").glob("*.csv"))
+    if variants:
         draw_variants(variants, FOLDER / "ppo_variants.png")
         print(FOLDER / "ppo_variants.png")
     return 0

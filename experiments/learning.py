@@ -15,7 +15,6 @@ import multiprocessing
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,14 +117,15 @@ def run_seeds(options: Options, more: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def final_returns(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """The last evaluation of every seed.
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """What was reached: IQM and interval of the seeds' last evaluations.
 
     Args:
       rows: see `run_seeds`.
     """
     last = {row["seed"]: float(row["return"]) for row in rows}  # In order of steps.
-    return list(last.values())
+    iqm, low, high = interquartile_mean(list(last.values()))
+    return f"{iqm:.1f} [{low:.1f}, {high:.1f}] over {len(last)} seeds"
 
 
 def interquartile_mean(returns: Sequence[float]) -> tuple[float, float, float]:
@@ -165,12 +165,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     train.read(options.argv(0, more))  # Refuses what no run could be given.
     rows = run_seeds(options, more)
-    final = final_returns(rows)
-    iqm, low, high = interquartile_mean(final)
     path = results.FOLDER / f"{options.name or options.agent}_{options.env}.csv"
-    summary = f"{iqm:.1f} [{low:.1f}, {high:.1f}] over {options.seeds} seeds"
-    results.write_csv(Path(path), rows, final_iqm=summary)
-    print(f"{options.env}: IQM {summary}; {path}")
+    results.write_csv(path, rows, final_iqm=summary(rows))
+    print(f"{options.env}: IQM {summary(rows)}; {path}")
     return 0
 
 

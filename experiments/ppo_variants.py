@@ -7,8 +7,9 @@ rows of a minibatch, and thereby env steps of a gradient step, at twice Adam's s
 gradient steps, so that it is as old in env steps (Hilton et al., 2021,
 arXiv:2110.00641, section 5); what PPO stays close to is four times as old.
 
-Every evaluation goes to ``experiments/results/ppo_variants.csv`` once a variant is
-done with a task; `experiments.figures` draws it.
+Every evaluation of a variant on a task goes to
+``experiments/results/ppo_variants/<variant>_<task>.csv`` once its seeds are done; what
+has a file already is not run again. `experiments.figures` draws them.
 """
 
 import dataclasses
@@ -85,7 +86,7 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs every arm on every task; writes the CSV after each.
+    """Runs every arm on every task; writes a CSV after each.
 
     Args:
       argv: the words after the program's name; None reads the process's own.
@@ -97,15 +98,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for arm, env in runs:  # Refuses what no run could be given.
         given, words = options.of_runs(arm, env)
         train.read(given.argv(0, words))
-    rows: list[dict[str, Any]] = []
-    summary: dict[str, str] = {}
     for arm, env in runs:
-        found = learning.run_seeds(*options.of_runs(arm, env))
-        rows += [{"arm": arm, **row} for row in found]
-        iqm, low, high = learning.interquartile_mean(learning.final_returns(found))
-        summary[f"{arm}, {env}"] = f"{iqm:.0f} [{low:.0f}, {high:.0f}]"
-        results.write_csv(results.FOLDER / "ppo_variants.csv", rows, final_iqm=summary)
-        print(f"{env}, {arm}: IQM {summary[f'{arm}, {env}']}", flush=True)
+        path = results.FOLDER / "ppo_variants" / f"{arm}_{env}.csv"
+        if path.exists():
+            print(f"{env}, {arm}: is there, {path}", flush=True)
+            continue
+        rows = learning.run_seeds(*options.of_runs(arm, env))
+        summary = learning.summary(rows)
+        results.write_csv(
+            path, [{"arm": arm, **row} for row in rows], final_iqm=summary
+        )
+        print(f"{env}, {arm}: IQM {summary}; {path}", flush=True)
     return 0
 
 

@@ -35,8 +35,9 @@ VARIANTS: dict[str, tuple[str, Preset]] = {
     "ppo_clip_higher": ("ppo", ({"clip_epsilon_high": 0.28}, {})),
     # Ye et al. (2020), arXiv:1912.09729.
     "ppo_dual_clip": ("ppo", ({"dual_clip": 3.0}, {})),
-    # Hilton et al. (2021), arXiv:2110.00641: a centre of mass of 8 gradient steps.
-    "ppo_ewma": ("ppo", ({"ewma_decay": 8 / 9, "max_importance_ratio": 100.0}, {})),
+    # Hilton et al. (2021), arXiv:2110.00641: the average's centre of mass is as old as
+    # an update is long, 8 gradient steps there and 320 here.
+    "ppo_ewma": ("ppo", ({"ewma_decay": 320 / 321, "max_importance_ratio": 100.0}, {})),
     # Heess et al. (2017), arXiv:1707.02286: several actors share whole-batch steps.
     "dppo": (
         "ppo",

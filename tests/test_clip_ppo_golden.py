@@ -15,26 +15,23 @@ GOLDEN = json.loads((pathlib.Path(__file__).parent / "data/clip_ppo.json").read_
 CASES = GOLDEN["cases"]
 
 
-@functools.cache
-def golden_function(
-    clip_epsilon, clip_value, loss_critic_type, normalizes, cap, reduction, decoupled
-):
-    """The loss of one configuration, its gradients, and its metrics."""
+LARGEST = max(case["config"]["batch"] for case in CASES)
 
-    def total(differentiable, data, entropy_coeff, critic_coeff):
-        log_prob, entropy, value = differentiable
-        advantage = data["advantage"]
-        if normalizes:
-            advantage = masked.standardize(
-                advantage, data["is_valid"], correction=1, epsilon=0.0
-            )
+
+@functools.partial(jax.jit, static_argnames=("loss_critic_type", "reduction", "clips"))
+def golden(moving, data, numbers, clip_value, *, loss_critic_type, reduction, clips):
+    """Losses, metrics and gradients of a case; only what must be is static."""
+    low, high, entropy_coeff, critic_coeff, cap = numbers
+
+    def total(moving):
+        log_prob, entropy, value = moving
         losses, told = clip_ppo_loss(
             log_prob,
             data["behaviour_log_prob"],
-            advantage,
+            data["advantage"],
             data["is_valid"],
-            clip_epsilon=clip_epsilon,
-            proximal_log_prob=data["proximal_log_prob"] if decoupled else None,
+            clip_epsilon=low if clips == "by epsilon" else (low, high),
+            proximal_log_prob=data["proximal_log_prob"],
             max_importance_ratio=cap,
             entropy=entropy,
             entropy_coeff=entropy_coeff,
@@ -43,36 +40,50 @@ def golden_function(
             old_value=data["old_value"],
             critic_coeff=critic_coeff,
             loss_critic_type=loss_critic_type,
-            clip_value=clip_value,
+            clip_value={"by epsilon": True, "by number": clip_value}.get(clips),
             reduction=reduction,
         )
         return jnp.sum(losses.total()), (losses, tally.metrics(told))
 
-    return jax.jit(jax.grad(total, has_aux=True))
+    return jax.grad(total, has_aux=True)(moving)
+
+
+standardize = jax.jit(functools.partial(masked.standardize, correction=1, epsilon=0.0))
+
+
+def padded(x, dtype):
+    """A case's items on the shape that all share; what is added is masked."""
+    filled = np.full(LARGEST, np.nan)
+    filled[: len(x)] = x
+    return jnp.asarray(filled, dtype)
 
 
 def ours(case, dtype):
     """Losses, metrics and gradients of a case, under torchrl's names."""
     config, inputs = case["config"], dict(case["inputs"])
-    epsilon = config["clip_epsilon"]
-    f = golden_function(
-        tuple(epsilon) if isinstance(epsilon, list) else epsilon,
-        config["clip_value"],
-        config["loss_critic_type"],
-        config["normalize_advantage"],
-        config["max_importance_ratio"],
-        config["reduction"],
-        config["delay_actor"],
-    )
-    mask = inputs.pop("mask") or [True] * config["batch"]
-    data = {k: jnp.asarray(x, dtype) for k, x in inputs.items() if x is not None}
-    data["is_valid"] = jnp.asarray(mask)
+    size, epsilon, limit = (config[k] for k in ("batch", "clip_epsilon", "clip_value"))
+    mask = np.array(inputs.pop("mask") or [True] * size)
+    data = {k: padded(x, dtype) for k, x in inputs.items() if x is not None}
+    data.setdefault("proximal_log_prob", data["behaviour_log_prob"])
+    data["is_valid"] = jnp.asarray(np.append(mask, np.zeros(LARGEST - size, bool)))
+    if config["normalize_advantage"]:
+        data["advantage"] = standardize(data["advantage"], data["is_valid"])
     moving = tuple(data.pop(name) for name in ("log_prob", "entropy", "value"))
-    gradients, (losses, metrics) = f(
+    numbers = (
+        *(epsilon if isinstance(epsilon, list) else (epsilon, epsilon)),
+        config["entropy_coeff"],
+        config["critic_coeff"],
+        config["max_importance_ratio"] or 1e30,
+    )
+    by = {None: "not", True: "by epsilon"}.get(limit, "by number")
+    gradients, (losses, metrics) = golden(
         moving,
-        data | {"proximal_log_prob": data.get("proximal_log_prob")},
-        jnp.asarray(config["entropy_coeff"], dtype),
-        jnp.asarray(config["critic_coeff"], dtype),
+        data,
+        tuple(jnp.asarray(x, dtype) for x in numbers),
+        jnp.asarray(0.0 if limit is None else limit, dtype),
+        loss_critic_type=config["loss_critic_type"],
+        reduction=config["reduction"],
+        clips=by,
     )
     found = {f"loss_{name}": x for name, x in losses._asdict().items()} | {
         "clip_fraction": metrics["clip_fraction"],
@@ -81,8 +92,10 @@ def ours(case, dtype):
         "explained_variance": metrics["explained_variance"],
         "value_clip_fraction": metrics.get("value_clip_fraction"),
     }
-    names = "grad_log_prob", "grad_entropy", "grad_value"
-    return found | dict(zip(names, gradients)), np.asarray(mask)
+    found |= dict(zip(("grad_log_prob", "grad_entropy", "grad_value"), gradients))
+    return {
+        k: x if x is None or x.ndim == 0 else x[:size] for k, x in found.items()
+    }, mask
 
 
 def corrected(case, mask):

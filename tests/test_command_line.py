@@ -141,10 +141,15 @@ def test_the_variants_become_a_csv_and_a_figure(tmp_path, monkeypatch):
     words = "--arms ppo ppo_ewma_x4 --envs CartPole-v1 --seeds 2 --evaluations 2 "
     words += "--total-env-steps 512 --eval-episodes 1"
     assert ppo_variants.main(words.split()) == 0
-    path = tmp_path / "ppo_variants.csv"
-    assert "final_iqm" in path.read_text()
-    assert {row["arm"] for row in results.read_csv(path)} == {"ppo", "ppo_ewma_x4"}
-    figures.draw_variants(path, tmp_path / "figure.png")
+    paths = sorted((tmp_path / "ppo_variants").iterdir())
+    assert [p.stem for p in paths] == ["ppo_CartPole-v1", "ppo_ewma_x4_CartPole-v1"]
+    for path in paths:
+        assert "final_iqm" in path.read_text()
+        assert {row["seed"] for row in results.read_csv(path)} == {"0", "1"}
+    written = [path.stat().st_mtime_ns for path in paths]
+    assert ppo_variants.main(words.split()) == 0  # They are there already.
+    assert [path.stat().st_mtime_ns for path in paths] == written
+    figures.draw_variants(paths, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, Shaped
 
-from fps_jax.agents.ppo_learn import Learner, PPOState, make_learner
+from fps_jax.agents.ppo_learn import PPOState, make_learning
 from fps_jax.agents.ppo_options import Hyper, PPOOptions
 from fps_jax.models.networks import ActorCritic, actor_critic
 from fps_jax.models.normalize import MomentsState, normalize, running_moments
@@ -55,7 +55,7 @@ def make_agent(
       hyper: the numbers, as they start.
     """
     moments = running_moments(spec.observation_shape)
-    learner_of: Learner = make_learner(options, network)
+    learning = make_learning(options, network)
     is_vector = len(spec.observation_shape) == 1
     normalizes = options.normalize_observations and is_vector
 
@@ -68,7 +68,7 @@ def make_agent(
         key_params, key_learn = jax.random.split(key)
         blank = jnp.zeros((1, *spec.observation_shape), jnp.float32)
         params = network.init(key_params, blank)
-        learner = learner_of.init(params, moments.init(), hyper, key_learn)
+        learner = learning.init(params, moments.init(), hyper, key_learn)
         return AgentState(learner)
 
     def actor_params(learner: PPOState, key: Key[Array, ""] | None) -> ActorParams:
@@ -97,7 +97,7 @@ def make_agent(
         # The inputs are standardised as they were when the actors acted, so that the
         # first ratio is exactly 1; the statistics move only once learning is done.
         observation = observe(learner.observation_moments, trajectory.observation)
-        learner, metrics = learner_of.learn(learner, trajectory, observation, axis_name)
+        learner, metrics = learning.step(learner, trajectory, observation, axis_name)
         if normalizes:
             seen = moments.update(
                 learner.observation_moments,

@@ -53,21 +53,21 @@ class PPOState(NamedTuple):
     update: Int[Array, ""]
 
 
-class Learner(NamedTuple):
+class Learning(NamedTuple):
     """The part of PPO that moves the parameters.
 
     Attributes:
       init: ``init(params, observation_moments, hyper, key) -> PPOState``.
-      learn: ``learn(state, trajectory, observation, axis_name) -> (state, metrics)``
+      step: ``step(state, trajectory, observation, axis_name) -> (state, metrics)``
         with observations as the network reads them, ``[T + 1, E, ...]``. The count of
         updates and the moments of the observations are left to the caller.
     """
 
     init: Callable[..., PPOState]
-    learn: Callable[..., tuple[PPOState, Metrics]]
+    step: Callable[..., tuple[PPOState, Metrics]]
 
 
-def make_learner(options: PPOOptions, network: ActorCritic) -> Learner:
+def make_learning(options: PPOOptions, network: ActorCritic) -> Learning:
     """Makes PPO's learner.
 
     Args:
@@ -93,7 +93,7 @@ def make_learner(options: PPOOptions, network: ActorCritic) -> Learner:
             update=jnp.zeros((), jnp.int32),
         )
 
-    def learn(
+    def step(
         state: PPOState, trajectory: Trajectory, observation, axis_name: str | None
     ) -> tuple[PPOState, Metrics]:
         rows, devices = trajectory.reward.size, gradient.axis_size(axis_name)
@@ -141,7 +141,7 @@ def make_learner(options: PPOOptions, network: ActorCritic) -> Learner:
         )
         return state, metrics | foretold | {"return_scale": scale}
 
-    return Learner(init, learn)
+    return Learning(init, step)
 
 
 class Schedule(NamedTuple):

@@ -1,0 +1,1 @@
+"""Where experience lives: storage, samplers and priorities, all of them arrays."""

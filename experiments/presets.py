@@ -80,5 +80,8 @@ def find(agent: str, env: str, name: str) -> Preset:
         name = env if env in rows else "none"
     if name not in rows:
         raise ValueError(f"preset {name!r} is not one of {['auto', *rows]}.")
-    row, (_, variant) = rows[name], VARIANTS.get(agent, (agent, ({}, {})))
-    return {"name": agent} | row[0] | variant[0], row[1] | variant[1]
+    for_agent, for_run = rows[name]
+    if agent not in VARIANTS:
+        return for_agent, for_run
+    _, (of_agent, of_run) = VARIANTS[agent]
+    return for_agent | of_agent | {"name": agent}, for_run | of_run

@@ -21,14 +21,13 @@ from fps_jax.types import AgentConfig
 
 PROG = "experiments.train"
 AGENTS: dict[str, Any] = {"ppo": PPOConfig}
-NAMES = (*AGENTS, *presets.VARIANTS)
 
 
 def options(agent: str, env: str, preset: str) -> Any:
     """Makes the options of one agent, as its preset for a task has them.
 
     Args:
-      agent: one of `NAMES`.
+      agent: a key of `AGENTS`, or a variant of `experiments/presets.py`.
       env: the task id.
       preset: see `presets.find`.
 
@@ -61,7 +60,8 @@ def read(argv: Sequence[str]) -> tuple[AgentConfig, TrainConfig]:
     first.add_argument("--preset", default="auto")
     known = first.parse_known_args(list(argv))[0]
     try:
-        commands = {name: options(name, known.env, known.preset) for name in NAMES}
+        names = (*AGENTS, *presets.VARIANTS)
+        commands = {name: options(name, known.env, known.preset) for name in names}
     except ValueError as error:
         command_line.refuse(error, prog=PROG)
     name, rest = (argv[0], argv[1:]) if argv else ("", [])

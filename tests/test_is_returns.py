@@ -303,6 +303,16 @@ def test_an_impossible_option_is_named_with_its_value(options, message):
 # ----------------------------------------------------------------------- small MDPs
 
 
+@functools.cache
+def first_targets(n, trace):
+    """Of values and of paths, the first target; compiled once for all numbers."""
+    one = lambda rows, ratio, numbers: estimate(
+        rows, ratio, n=n, trace=trace, **numbers
+    ).target[0]
+    of_paths = jax.vmap(one, (Rows(0, None, None, None, 0), 0, None))
+    return jax.jit(jax.vmap(of_paths, (Rows(None, None, None, None, 0), None, None)))
+
+
 class Mdp:
     """Two states, two actions, two policies; expectations by counting every path."""
 
@@ -326,15 +336,8 @@ class Mdp:
         """E_b of the first target from each state, ``[len(values), 2]``."""
         paths = np.array(list(itertools.product(range(2), repeat=2 * length)))
         action, later = paths[:, 0::2], paths[:, 1::2]
-        run = jax.jit(
-            jax.vmap(
-                jax.vmap(
-                    lambda rows, ratio: estimate(rows, ratio, **options).target[0],
-                    (Rows(0, None, None, None, 0), 0),
-                ),
-                (Rows(None, None, None, None, 0), None),
-            )
-        )
+        run = first_targets(options.pop("n", None), options.pop("trace", "vtrace"))
+        numbers = {k: jnp.asarray(x, jnp.float64) for k, x in options.items()}
         found = []
         for start in range(2):
             state = np.concatenate([np.full((len(paths), 1), start), later], axis=1)
@@ -346,7 +349,8 @@ class Mdp:
                 self.rewards[before, action], never, never, ~never, values[:, state]
             )
             log_ratio = np.log(self.policy[before, action] / chosen)
-            found.append(run(jax.tree.map(jnp.asarray, rows), log_ratio) @ weight)
+            rows = jax.tree.map(jnp.asarray, rows)
+            found.append(run(rows, log_ratio, numbers) @ weight)
         return np.stack(found, axis=1)
 
     def jacobian(self, length, **options):

@@ -57,6 +57,7 @@ def draw_curve(
     *,
     colour: str = BLUE,
     label: str | None = None,
+    style: str = "-",
     points: int = 100,
 ) -> int:
     """Draws learning curves as one: the IQM of the seeds, and their range.
@@ -66,6 +67,7 @@ def draw_curve(
       rows: that `experiments.learning` wrote, of one agent on one task.
       colour: of the curve.
       label: of the curve, if there are several.
+      style: of its line.
       points: at which the seeds' curves, straight between evaluations, are compared.
 
     Returns:
@@ -83,7 +85,12 @@ def draw_curve(
     opacity = 0.2 if label is None else 0.1
     axes.fill_between(steps / 1e3, low, high, color=colour, alpha=opacity, linewidth=0)
     axes.plot(
-        steps / 1e3, trim_mean(returns, 0.25), color=colour, linewidth=2, label=label
+        steps / 1e3,
+        trim_mean(returns, 0.25),
+        style,
+        color=colour,
+        linewidth=2,
+        label=label,
     )
     axes.spines[["top", "right"]].set_visible(False)
     return len(curves)
@@ -116,15 +123,23 @@ def draw_variants(paths: Sequence[Path], to: Path) -> None:
         [arm for arm in arms if arm not in larger],
         [arm for arm in arms if f"{arm}_x4" in larger or arm in larger],
     ]
+    colours = dict(zip(compared[0], COLOURS))  # An arm's own in every panel.
     size = (4.8 * len(envs), 6.4)
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(2, len(envs), squeeze=False)
     for column, env in zip(panels.T, envs, strict=True):
         for axes, group in zip(column, compared, strict=True):
-            for arm, colour in zip(group, COLOURS):
+            for arm in group:
                 mine = [r for r in rows if r["arm"] == arm and r["env"] == env]
-                label = arm.replace("_x4", ", 4 x the batch")
-                seeds = draw_curve(axes, mine, colour=colour, label=label)
+                if not mine:
+                    continue
+                seeds = draw_curve(
+                    axes,
+                    mine,
+                    colour=colours.get(arm.removesuffix("_x4"), BLUE),
+                    label=arm.replace("_x4", ", 4 x the batch"),
+                    style="--" if arm in larger else "-",
+                )
                 axes.set_title(f"{env}, {seeds} seeds", fontsize="medium")
             if group:
                 axes.legend(frameon=False, fontsize="small")

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from fps_jax.replay import sum_tree as sum_trees
 from fps_jax.replay.sum_tree import draw, draw_without_replacement, sum_tree
 
 FAN_OUT = 4
@@ -138,6 +137,21 @@ def test_no_target_finds_an_empty_leaf(capacity, seed):
     assert np.all(inside | (targets >= total) & (found == np.flatnonzero(weights)[-1]))
 
 
+def test_a_target_that_rounds_to_the_end_of_a_row_finds_no_empty_leaf():
+    # In float32 8 less a little is 8, where a row begins that starts with zeros.
+    this = compiled_tree(16)
+    weights = np.float32([2, 2, 2, 2, 0, 0, 0, 5, 0, 1, 0, 0, 0, 0, 0, 0])
+    tree = this.build(weights)
+    targets = np.float32([8, 8, 13, 0, -1, 0])
+    fine = np.float32([-1e-8, 1e-8, -1e-8, -1e-8, 0, -3])
+    found = np.asarray(this.find(tree, targets, fine))
+    assert np.all(weights[found] > 0)
+    np.testing.assert_array_equal(found[3:], 0)
+    # Leaves before the first that is above 0 are passed over by what is below 0.
+    late = this.build(np.roll(weights, 4))
+    np.testing.assert_array_equal(this.find(late, targets, fine)[3:], 4)
+
+
 # --------------------------------------------------------------------------- duplicates
 
 
@@ -233,6 +247,19 @@ def test_ten_million_equal_leaves_are_equally_likely():
     noise = np.sqrt(share * (1 - share) / size)
     np.testing.assert_allclose(np.mean(quanta == 1), share, atol=5 * noise)
     assert found.max() > capacity - 2000
+
+
+def test_no_bit_of_a_target_is_always_zero():
+    # One leaf a quantum of float32: random numbers of 23 bits would find the even ones.
+    capacity, size = 2**24, 20_000
+    this = compiled_tree(capacity, 16)
+    tree = this.build(np.ones(capacity, np.float32))
+    for spread in ("independent", "stratified"):
+        one = lambda key, spread=spread: draw(this.of, tree, key, size, spread=spread)
+        found = np.asarray(jax.jit(one)(jax.random.key(5)))
+        for bit in range(3):
+            share = np.mean(found >> bit & 1)
+            np.testing.assert_allclose(share, 0.5, atol=5 * 0.5 / np.sqrt(size))
 
 
 def test_without_replacement_the_next_draw_is_from_what_is_left():
@@ -348,4 +375,5 @@ def test_an_impossible_draw_is_refused():
         draw(this.of, tree, key, 0)
     with pytest.raises(ValueError, match="values 4 must be in"):
         this.of.write(tree, jnp.zeros((), jnp.int32), jnp.ones(4))
-    assert set(sum_trees.SPREADS) == {"stratified", "systematic", "independent"}
+    with pytest.raises(ValueError, match="spread 'even' must be one of stratified"):
+        draw(this.of, tree, key, 2, spread="even")

@@ -16,6 +16,7 @@ from fps_jax.models.normalize import (
     AverageState,
     MomentsState,
     MovingAverage,
+    PercentileScale,
     PercentileState,
     moving_average,
     percentile_scale,
@@ -296,7 +297,7 @@ def averaging_of(options: PPOOptions, hyper: Hyper) -> MovingAverage | None:
     return moving_average(hyper.ewma_decay, is_debiased=options.ewma_debias)
 
 
-def percentiles_of(options: PPOOptions, hyper: Hyper):
+def percentiles_of(options: PPOOptions, hyper: Hyper) -> PercentileScale:
     """What follows the range of returns.
 
     Args:

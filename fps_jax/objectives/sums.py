@@ -9,9 +9,9 @@ from fps_jax import checks
 ASSOCIATIVE_FROM = 10**9
 """Rows from which "auto" takes the associative scan: never.
 
-On a CPU it compiles and runs about 5 times as long at 1,024 rows, and is slower at all
-lengths that ``experiments/bench_returns.py`` measures. On an accelerator it has not
-been measured: there, pass the method.
+On a CPU it takes 5 times as long to compile at 1,024 rows and 6 to 22 times as long to
+run, and at no length that ``experiments/bench_returns.py`` measures is it faster. On an
+accelerator it has not been measured: there, pass the method.
 """
 
 

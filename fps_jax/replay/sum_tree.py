@@ -9,7 +9,7 @@ number, 1.2e-38, are 0 to a backend that flushes them.)
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,8 @@ Tree = tuple[Float[Array, "_ _"], ...]
 
 Leaves beyond the capacity are 0.
 """
-Spread = Literal["stratified", "systematic", "independent"]
 SPREADS = ("stratified", "systematic", "independent")
+"""How `draw` spreads its targets."""
 
 
 class SumTree(NamedTuple):
@@ -120,7 +120,8 @@ def sum_tree(capacity: int, *, fan_out: int = 16) -> SumTree:
     ) -> Int[Array, " B"]:
         node = jnp.zeros(targets.shape, jnp.int32)
         for level in reversed(tree):
-            child, left = _descend(level[node], targets + fine)
+            # A target that was rounded up to the end of a row is now a little below 0.
+            child, left = _descend(level[node], jnp.maximum(targets + fine, 0.0))
             # Subtracted from the coarse part, which loses nothing by it.
             node, targets = node * fan_out + child, targets - left
         return node
@@ -179,7 +180,7 @@ def draw(
     key: Key[Array, ""],
     size: int,
     *,
-    spread: Spread = "stratified",
+    spread: str = "stratified",
 ) -> Int[Array, " B"]:
     """Draws leaves with replacement, each in proportion to its weight.
 
@@ -189,8 +190,8 @@ def draw(
 
     Stratified draws take one leaf from each B-th part of the total (Schaul et al.,
     2016, arXiv:1511.05952, appendix B.2.1). Systematic ones take a leaf of share p
-    either floor(B p) or ceil(B p) times. A target is known to 2^-36 of the total:
-    float32's 2^-24 would make some of ten million equal leaves twice as likely.
+    either floor(B p) or ceil(B p) times. A target is known to about 2^-35 of the
+    total: float32's 2^-24 would make some of ten million equal leaves twice as likely.
 
     Args:
       tree_of: functions of the tree.
@@ -208,14 +209,15 @@ def draw(
     u = jax.random.uniform(key_coarse, () if spread == "systematic" else (size,))
     stratum = jnp.arange(size, dtype=jnp.float32)
     share = u if spread == "independent" else (stratum + u) / size
-    share = jnp.minimum(jnp.floor(share * 2.0**24), 2.0**24 - 1.0)
+    share = jnp.minimum(jnp.floor(share * 2.0**23), 2.0**23 - 1.0)
+    # A uniform number has 23 bits: another one has those below them.
     more = jax.random.uniform(key_fine, (size,))
     # share total, in two parts: 12 bits times 12 bits are exact, the rest is small.
     total = tree_of.total(tree)
     bits = jax.lax.bitcast_convert_type(total, jnp.int32) & ~0xFFF
     high = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    first = jnp.floor(share * 2.0**-12)
-    rest = (share - first * 2.0**12 + more) * 2.0**-24
+    first = jnp.floor(share * 2.0**-11)
+    rest = (share - first * 2.0**11 + more) * 2.0**-23
     first = first * 2.0**-12
     return tree_of.find(tree, first * high, first * (total - high) + rest * total)
 

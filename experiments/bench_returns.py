@@ -18,6 +18,7 @@ default, for every shape.
 
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import time
@@ -30,6 +31,7 @@ import numpy as np
 import rlax
 
 from experiments import command_line, results
+from fps_jax import checks
 from fps_jax.objectives import returns, sums
 
 PROG = "experiments.bench_returns"
@@ -50,6 +52,14 @@ class Options:
     lengths: tuple[int, ...] = (20, 128, 1024)
     batches: tuple[int, ...] = (32, 512)
     seconds: float = 0.05
+
+    def __post_init__(self):
+        """Refuses options that are out of range."""
+        checks.in_range(self, 1, math.inf, "repeats")
+        checks.in_range(self, 0, math.inf, "seconds", ends="()")
+        for name in ("lengths", "batches"):
+            for value in getattr(self, name):
+                checks.number(name, value, 1)
 
 
 def ours(method: str) -> Callable[..., jax.Array]:

@@ -11,6 +11,7 @@ evaluation with a 95 % stratified bootstrap interval.
 import concurrent.futures
 import dataclasses
 import functools
+import math
 import multiprocessing
 import sys
 import warnings
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from experiments import command_line, results, train
+from fps_jax import checks
 
 PROG = "experiments.learning"
 
@@ -49,6 +51,11 @@ class Options:
     jobs: int = 2
     preset: str = "auto"
     name: str | None = None
+
+    def __post_init__(self):
+        """Refuses options that are out of range."""
+        counts = "seeds", "total_env_steps", "evaluations", "eval_episodes", "jobs"
+        checks.in_range(self, 1, math.inf, *counts)
 
     def argv(self, seed: int, more: Sequence[str]) -> list[str]:
         """The words that experiments.train would be given for one seed.

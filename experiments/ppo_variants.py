@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments import command_line, learning, presets, results, train
+from fps_jax import checks
 
 PROG = "experiments.ppo_variants"
 ARMS = ("ppo", *presets.VARIANTS, "ppo_x4", "ppo_ewma_x4")
@@ -49,8 +50,7 @@ class Options:
     def __post_init__(self):
         """Refuses arms that there are not."""
         for arm in self.arms:
-            if arm not in ARMS:
-                raise ValueError(f"arms {arm!r} is not one of {', '.join(ARMS)}.")
+            checks.choice("arms", arm, ARMS)
 
     def of_runs(self, arm: str, env: str) -> tuple[learning.Options, list[str]]:
         """The options of an arm's runs on a task.
@@ -95,15 +95,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         Options, sys.argv[1:] if argv is None else argv, prog=PROG
     )
     runs = [(arm, env) for env in options.envs for arm in options.arms]
-    for arm, env in runs:  # Refuses what no run could be given.
-        given, words = options.of_runs(arm, env)
-        train.read(given.argv(0, words))
-    for arm, env in runs:
+    try:
+        given = [options.of_runs(*run) for run in runs]
+    except ValueError as error:
+        command_line.refuse(error, prog=PROG)
+    for of_learning, words in given:  # Refuses what no run could be given.
+        train.read(of_learning.argv(0, words))
+    for (arm, env), of_arm in zip(runs, given, strict=True):
         path = results.FOLDER / "ppo_variants" / f"{arm}_{env}.csv"
         if path.exists():
             print(f"{env}, {arm}: is there, {path}", flush=True)
             continue
-        rows = learning.run_seeds(*options.of_runs(arm, env))
+        rows = learning.run_seeds(*of_arm)
         summary = learning.summary(rows)
         results.write_csv(
             path, [{"arm": arm, **row} for row in rows], final_iqm=summary

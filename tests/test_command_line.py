@@ -10,6 +10,7 @@ from scripted_env import ScriptedEnv
 
 from experiments import (
     bench_ppo,
+    bench_returns,
     figures,
     learning,
     ppo_variants,
@@ -121,8 +122,22 @@ def test_at_four_times_the_batch_the_average_is_as_old_in_env_steps():
     assert agent.learning_rate == 2 * small_agent.learning_rate
     age = lambda of: of.minibatch_size * of.ewma_decay / (1 - of.ewma_decay)
     np.testing.assert_allclose(age(agent), age(small_agent))
-    with pytest.raises(ValueError, match="arms 'ppo_x5' is not one of"):
-        ppo_variants.Options(arms=("ppo_x5",))
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "message"),
+    [
+        (ppo_variants.Options, {"arms": ("ppo_x5",)}, "arms 'ppo_x5' must be one of"),
+        (learning.Options, {"seeds": 0}, "seeds 0 must be at least 1"),
+        (learning.Options, {"jobs": 0}, "jobs 0 must be at least 1"),
+        (bench_returns.Options, {"repeats": 0}, "repeats 0 must be at least 1"),
+        (bench_returns.Options, {"lengths": (8, 0)}, "lengths 0 must be at least 1"),
+        (bench_returns.Options, {"seconds": 0.0}, "seconds 0.0 must be above 0"),
+    ],
+)
+def test_an_experiment_that_could_measure_nothing_is_refused(options, given, message):
+    with pytest.raises(ValueError, match=message):
+        options(**given)
 
 
 def test_the_variants_become_a_csv_and_a_figure(tmp_path, monkeypatch):

@@ -246,7 +246,7 @@ def test_ten_million_equal_leaves_are_equally_likely():
     share = 2 - 2**24 / capacity  # Of the leaves that have one.
     noise = np.sqrt(share * (1 - share) / size)
     np.testing.assert_allclose(np.mean(quanta == 1), share, atol=5 * noise)
-    assert found.max() > capacity - 2000
+    assert found.max() > capacity - 1500  # The total has 1664 beyond its first 12 bits.
 
 
 def test_no_bit_of_a_target_is_always_zero():

@@ -110,6 +110,16 @@ def test_a_variant_overrides_the_task_s_row_and_the_command_line_overrides_it(va
     assert plain == PPOConfig(name=variant, **for_agent)
 
 
+def test_an_option_of_both_is_the_variant_s(monkeypatch):
+    variant = "ppo", ({"gamma": 0.5}, {"num_envs": 2})
+    monkeypatch.setitem(presets.VARIANTS, "ppo_other", variant)
+    for_agent, for_run = presets.PRESETS["ppo"]["HalfCheetah-v4"]
+    assert presets.find("ppo_other", "HalfCheetah-v4", "auto") == (
+        for_agent | {"gamma": 0.5, "name": "ppo_other"},
+        for_run | {"num_envs": 2},
+    )
+
+
 def test_at_four_times_the_batch_the_average_is_as_old_in_env_steps():
     options = ppo_variants.Options(seeds=1)
     given, words = options.of_runs("ppo_ewma_x4", "Hopper-v4")

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 STAMP := $(VENV)/installed-$(VERSION)
 
-.PHONY: train test lint bench clean
+.PHONY: train test lint bench bench-replay clean
 
 train: $(STAMP)
 	$(BIN)/python -m experiments.train ppo --env HalfCheetah-v4
@@ -22,6 +22,10 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[bench]"
 	$(BIN)/python -m experiments.bench_ppo
+
+bench-replay: $(STAMP)
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[bench-replay]"
+	$(BIN)/python -m experiments.bench_replay
 
 clean:
 	rm -rf $(VENV)

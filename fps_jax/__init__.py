@@ -4,7 +4,16 @@ from fps_jax.agents.ppo import PPOConfig
 from fps_jax.runtime.journal import History
 from fps_jax.runtime.options import TrainConfig
 from fps_jax.runtime.training import train
-from fps_jax.types import Agent, AgentState, Continuous, Discrete, EnvSpec, Trajectory
+from fps_jax.types import (
+    Agent,
+    AgentState,
+    Continuous,
+    Discrete,
+    EnvSpec,
+    Step,
+    Trajectory,
+    Transition,
+)
 
 __all__ = [
     "Agent",
@@ -14,7 +23,9 @@ __all__ = [
     "EnvSpec",
     "History",
     "PPOConfig",
+    "Step",
     "TrainConfig",
     "Trajectory",
+    "Transition",
     "train",
 ]

@@ -56,6 +56,50 @@ class Trajectory(NamedTuple):
     policy_version: Int[Array, "T E"]
 
 
+class Step(NamedTuple):
+    """Rows of a `Trajectory` as a replay stores them, one item a row.
+
+    Attributes:
+      observation: ``[B, ...]``, what the policy saw.
+      action: ``[B, ...]``.
+      reward: ``[B]``.
+      terminated: ``[B]``, see `Trajectory`.
+      truncated: ``[B]``.
+      is_valid: ``[B]``, False on rows that only reset an environment.
+      behaviour: what acting returned beside the action, each ``[B, ...]``.
+    """
+
+    observation: Shaped[Array, " B *observation"]
+    action: Shaped[Array, " B *action"]
+    reward: Float[Array, " B"]
+    terminated: Bool[Array, " B"]
+    truncated: Bool[Array, " B"]
+    is_valid: Bool[Array, " B"]
+    behaviour: dict[str, Shaped[Array, " B *behaviour"]]
+
+
+class Transition(NamedTuple):
+    """What n steps from an observation came to.
+
+    Attributes:
+      observation: ``[B, ...]``.
+      action: ``[B, ...]``, the first of the n.
+      reward: ``[B]``, ``r_1 + discount r_2 + ...``, up to n of them.
+      discount: ``[B]``, of the value of `next_observation`: ``discount^m`` after m
+        steps, 0 if the episode terminated.
+      next_observation: ``[B, ...]``, that m steps led to: after a truncation the true
+        final one.
+      behaviour: of the first step, each ``[B, ...]``.
+    """
+
+    observation: Shaped[Array, " B *observation"]
+    action: Shaped[Array, " B *action"]
+    reward: Float[Array, " B"]
+    discount: Float[Array, " B"]
+    next_observation: Shaped[Array, " B *observation"]
+    behaviour: dict[str, Shaped[Array, " B *behaviour"]]
+
+
 class AgentState(NamedTuple):
     """What an agent knows, in two parts.
 

@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from fps_jax.replay.sum_tree import draw, draw_without_replacement, sum_tree
+from fps_jax.replay.sum_tree import (
+    draw,
+    draw_without_replacement,
+    find,
+    prefix,
+    sum_tree,
+)
 
 FAN_OUT = 4
 CAPACITIES = (1, 2, 3, 4, 5, 16, 17, 70)
@@ -26,7 +32,7 @@ class Compiled:
     def __init__(self, capacity, fan_out=FAN_OUT):
         self.capacity, self.of = capacity, sum_tree(capacity, fan_out=fan_out)
         self.update, self.write, self.find, self.build = map(
-            jax.jit, (self.of.update, self.of.write, self.of.find, self.of.build)
+            jax.jit, (self.of.update, self.of.write, find, self.of.build)
         )
 
     def random(self, seed=0, zeros=0.0):
@@ -74,7 +80,7 @@ def test_random_operations_do_what_they_do_to_a_list(capacity, seed):
             leaves[(start + np.arange(len(value))) % capacity] = value
         expect_sound(tree, leaves)
         np.testing.assert_allclose(
-            this.of.total(tree), leaves.sum(dtype=np.float64), rtol=1e-5
+            this.of.root(tree), leaves.sum(dtype=np.float64), rtol=1e-5
         )
     np.testing.assert_array_equal(this.of.leaves(tree), leaves)
     expect_sound(this.build(leaves), leaves)
@@ -117,7 +123,7 @@ def test_no_target_finds_an_empty_leaf(capacity, seed):
     this = compiled_tree(capacity)
     tree, weights = this.random(seed, zeros=0.6)
     ends = np.cumsum(weights)
-    total = np.asarray(this.of.total(tree))
+    total = np.asarray(this.of.root(tree))
     edges = np.concatenate(
         [[0, total, 2 * total], ends, np.cumsum(np.float64(weights))]
     )
@@ -152,6 +158,15 @@ def test_a_target_that_rounds_to_the_end_of_a_row_finds_no_empty_leaf():
     np.testing.assert_array_equal(this.find(late, targets, fine)[3:], 4)
 
 
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_a_prefix_is_the_sum_of_the_first_leaves(capacity):
+    this = compiled_tree(capacity)
+    weights = np.random.default_rng(capacity).integers(0, 9, capacity)
+    tree, sums = this.build(np.float32(weights)), np.cumsum(weights)
+    first = jax.jit(jax.vmap(prefix, (None, 0)))(tree, np.arange(capacity + 1))
+    np.testing.assert_array_equal(first, np.append(0, sums))
+
+
 # --------------------------------------------------------------------------- duplicates
 
 
@@ -181,7 +196,7 @@ def test_a_nan_is_gone_once_its_leaf_is_written_again():
     tree, weights = this.random(2)
     index, value = np.full(BATCH, 7, np.int32), np.full(BATCH, np.nan, np.float32)
     poisoned = this.update(tree, index, value)
-    assert np.isnan(this.of.total(poisoned))
+    assert np.isnan(this.of.root(poisoned))
     healed = this.update(poisoned, index, np.full(BATCH, weights[7]))
     jax.tree.map(np.testing.assert_array_equal, healed, tree)
 
@@ -311,12 +326,13 @@ def test_each_device_has_a_tree_of_its_own(backend):
     stacked = jax.tree.map(lambda *xs: np.stack(xs), *trees)
     targets = np.random.default_rng(0).random((4, BATCH)).astype(np.float32)
 
-    def find(tree, targets):
-        return this.of.find(tree, targets * this.of.total(tree))
+    def search(tree, targets):
+        return find(tree, targets * this.of.root(tree))
 
-    found = over_devices(find, backend)(stacked, targets)
+    found = over_devices(search, backend)(stacked, targets)
     for i in range(4):
-        np.testing.assert_array_equal(found[i], find(trees[i], jnp.array(targets[i])))
+        alone = search(trees[i], jnp.array(targets[i]))
+        np.testing.assert_array_equal(found[i], alone)
 
 
 SHAPE = re.compile(r"= f32\[([\d,]+)\]\S* ([\w-]+)\(")

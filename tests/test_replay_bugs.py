@@ -15,6 +15,7 @@ from fps_jax.replay.states import Ticket
 from fps_jax.replay.sum_tree import SPREADS, draw, find, spread_targets, sum_tree
 
 KINDS = ("uniform", "proportional", "rank_based", "greedy")
+HIGHEST = {"new_priority": "highest"}
 
 
 class Compiled:
@@ -31,6 +32,11 @@ class Compiled:
         )
         self.sample = jax.jit(self.of.sample, static_argnames="batch_size")
         self.empty = self.of.init(jnp.int32(0))
+
+    def empty_with(self, exponent):
+        """A state with another exponent than the functions were made with."""
+        sampler = self.empty.sampler._replace(exponent=jnp.float32(exponent))
+        return self.empty._replace(sampler=sampler)
 
     def put(self, state, *numbers):
         """The state after these items, one at a time, of no known priority."""
@@ -236,8 +242,9 @@ def test_new_priorities_are_not_whole_numbers_because_the_slots_are():
 @pytest.mark.parametrize("new_priority", ["running", "highest"])
 def test_the_exponent_is_not_applied_twice_to_new_priorities(new_priority):
     # pytorch/rl #3925 and #2211; dopamine's agents.
-    this = compiled(exponent=0.5, new_priority=new_priority)
-    state = this.put(this.told(this.holding(1, 1), [0, 1], [16, 4]), 2, 3)
+    this = compiled(**({} if new_priority == "running" else HIGHEST))
+    state = this.holding(1, 1, state=this.empty_with(0.5))
+    state = this.put(this.told(state, [0, 1], [16, 4]), 2, 3)
     np.testing.assert_allclose(weights(state, 4), [4, 2, 4, 4], rtol=1e-6)
 
 
@@ -246,7 +253,7 @@ def test_the_exponent_is_not_applied_twice_to_new_priorities(new_priority):
     [
         ({}, 100),
         ({"decay": 0.5}, 50),
-        ({"exponent": 0.5, "new_priority": "highest"}, 0.25),
+        (HIGHEST, 0.25),
         ({"new_priority": 2.0}, 2),
     ],
 )
@@ -255,15 +262,16 @@ def test_one_early_outlier_is_not_forced_on_all_that_is_new(options, expected):
     this = compiled(**options)
     state = this.told(this.holding(1, 1), [0, 1], [100, 0.25])
     state = this.put(this.told(state, [0, 1], [0.25, 0.25]), 2)
-    new = weights(state)[2] ** (1 / state.sampler.exponent)
-    np.testing.assert_allclose(new, expected, rtol=1e-6)
+    assert weights(state)[2] == expected
 
 
 @pytest.mark.parametrize("new_priority", ["running", "highest"])
 def test_another_exponent_leaves_no_weight_in_the_old_one(new_priority):
     # pytorch/rl #4014.
-    this = compiled(exponent=0.5, new_priority=new_priority)
-    state = this.set_exponent(this.holding(16, 4, 0, 9), jnp.float32(2.0))
+    this = compiled(**({} if new_priority == "running" else HIGHEST))
+    state = this.holding(16, 4, 0, 9, state=this.empty_with(0.5))
+    np.testing.assert_allclose(weights(state, 4), [4, 2, 0, 3], rtol=1e-6)
+    state = this.set_exponent(state, jnp.float32(2.0))
     np.testing.assert_allclose(weights(state, 4), [256, 16, 0, 81], rtol=1e-5)
     # The state goes by its own exponent, whatever the functions were made with.
     state = this.put(this.told(state, [1], [3]), 4)
@@ -303,8 +311,7 @@ def test_the_batch_s_largest_weight_is_not_mistaken_for_the_buffer_s(
     raw = np.array([1e-6, 4, 9, 16, 1, 4, 1, 25])
     for exponent in (1.0, 0.5):
         # tianshou compared p^alpha with a smallest p.
-        sampler = this.empty.sampler._replace(exponent=jnp.float32(exponent))
-        state = this.holding(*raw, state=this.empty._replace(sampler=sampler))
+        state = this.holding(*raw, state=this.empty_with(exponent))
         sample = this.draws(state, importance_exponent=0.5)
         share = raw**exponent / np.sum(raw**exponent)
         share = uniform_fraction / 8 + (1 - uniform_fraction) * share

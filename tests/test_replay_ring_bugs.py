@@ -252,10 +252,13 @@ def test_the_one_promise_about_indices_is_kept():
     # jax-ml/jax #21708: the order of ranks says that it is a permutation.
     this = windows(1, "rank_based")
     for count, state in this.growing(N + 2 * STREAMS):
-        sorted_now, _ = this.sample(state, jax.random.key(count), batch_size=128)
-        order = np.asarray(sorted_now.sampler.order)
+        ticket = this.draws(state).ticket
+        state = this.update(state, ticket, (ticket.slot * 5 % 7).astype(float))
+        state, _ = this.sample(state, jax.random.key(count), batch_size=128)
+        order = np.asarray(state.sampler.order)
         np.testing.assert_array_equal(np.sort(order), np.arange(N))
-        np.testing.assert_array_equal(np.argsort(order), sorted_now.sampler.rank)
+        np.testing.assert_array_equal(np.argsort(order), state.sampler.rank)
+    assert np.any(np.argsort(order) != order)
 
 
 def test_rows_that_are_left_out_do_not_touch_the_last_slot():

@@ -666,8 +666,8 @@ def test_an_impossible_add_is_refused():
     few = lambda n: jax.tree.map(lambda x: jnp.array(x[:n]), items)
     for size, message in (
         (3, "items of an add 3 must be a multiple of num_streams 2"),
-        (12, r"items of an add 12 must be in \[0, 10\]"),
-        (10, r"items of an add and those waiting 14 must be in \[0, 12\]"),
+        (12, r"an add, with largest_add, of 12 must be in \[0, 10\]"),
+        (10, r"an add, beside the steps that wait, of 10 must be in \[0, 8\]"),
     ):
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(of.add, state, few(size))

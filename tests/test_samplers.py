@@ -93,7 +93,8 @@ KINDS = {
         (0, 2, 4, 8, 12, 18),
     ),
 }
-SIMILAR = ("systematic", "independent")  # Only their targets differ: one kind will do.
+SIMILAR = ("systematic", "independent", "different")
+"""They differ from stratified draws in how they search: one kind of storage will do."""
 CASES = [
     (member, kind, rows)
     for member in MEMBERS

@@ -278,10 +278,14 @@ def can_sample(
 def can_add(parts: Parts, state: ReplayState) -> Bool[Array, ""]:
     """Whether the limiter lets items in; see `Replay`.
 
+    As long as nothing can be drawn it always does: those that wait for the steps which
+    follow them have been counted.
+
     Args:
       parts: of the replay.
       state: of this device's shard.
     """
     if parts.limiter is None:
         return jnp.bool_(True)
-    return parts.limiter.may_add(state.balance, state.cursor.size)
+    may_add = parts.limiter.may_add(state.balance, state.cursor.size)
+    return may_add | (state.num_usable == 0)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from devices import AXIS, BACKENDS, over_devices
+from devices import AXIS, over_devices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -511,7 +511,7 @@ def on_devices(backend):
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["pmap"])
 def test_devices_draw_from_their_shards_as_from_one_replay(backend, is_stale):
     priority, usable, drawn = on_devices(backend)
     draws = drawn[int(is_stale)]

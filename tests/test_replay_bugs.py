@@ -51,9 +51,9 @@ class Compiled:
             state = self.add(state, jnp.full(1, i, jnp.int32), jnp.full(1, p, float))
         return state
 
-    def draws(self, state, seed=0, size=64, **options):
-        key = jax.random.key(seed)
-        return self.sample(state, key, batch_size=size, **options)[1]
+    def draws(self, state, seed=0, size=64, beta=1.0):
+        given = {"batch_size": size, "importance_exponent": beta}
+        return self.sample(state, jax.random.key(seed), **given)[1]
 
     def told(self, state, slots, priority):
         """The state after an update of slots that hold the items of their numbers."""
@@ -250,12 +250,7 @@ def test_the_exponent_is_not_applied_twice_to_new_priorities(new_priority):
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [
-        ({}, 100),
-        ({"decay": 0.5}, 50),
-        (HIGHEST, 0.25),
-        ({"new_priority": 2.0}, 2),
-    ],
+    [({}, 100), ({"decay": 0.5}, 50), (HIGHEST, 0.25), ({"new_priority": 2.0}, 2)],
 )
 def test_one_early_outlier_is_not_forced_on_all_that_is_new(options, expected):
     # pytorch/rl #2210, #2215 and #2242, Kaixhin/Rainbow #13, ray #11750, rlpyt #102.
@@ -275,8 +270,7 @@ def test_another_exponent_leaves_no_weight_in_the_old_one(new_priority):
     np.testing.assert_allclose(weights(state, 4), [256, 16, 0, 81], rtol=1e-5)
     # The state goes by its own exponent, whatever the functions were made with.
     state = this.put(this.told(state, [1], [3]), 4)
-    new = 16 if new_priority == "highest" else 3
-    np.testing.assert_allclose(weights(state, 5), [256, 9, 0, 81, new**2], rtol=1e-5)
+    np.testing.assert_allclose(weights(state, 5), [256, 9, 0, 81, 16**2], rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["proportional", "rank_based"])
@@ -312,7 +306,7 @@ def test_the_batch_s_largest_weight_is_not_mistaken_for_the_buffer_s(
     for exponent in (1.0, 0.5):
         # tianshou compared p^alpha with a smallest p.
         state = this.holding(*raw, state=this.empty_with(exponent))
-        sample = this.draws(state, importance_exponent=0.5)
+        sample = this.draws(state, beta=0.5)
         share = raw**exponent / np.sum(raw**exponent)
         share = uniform_fraction / 8 + (1 - uniform_fraction) * share
         p = share[np.asarray(sample.items)]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from fps_jax import checks
-from fps_jax.replay import ring, sharding
+from fps_jax.replay import priorities, ring, sharding
 from fps_jax.replay.ring import Cursor
 from fps_jax.replay.states import Parts, ReplayState, is_acceptable
 from fps_jax.replay.wrap import Rows
@@ -75,7 +75,12 @@ def add(
         is_given = is_acceptable(parts, priority)
         new = jnp.where(is_given, priority, new)
         rejected = jnp.sum(~is_given, dtype=jnp.uint32)
-        state = state._replace(num_rejected=state.num_rejected + rejected)
+        state = state._replace(
+            maximum=priorities.new_maximum(
+                state.maximum, jnp.where(is_given, priority, 0.0), axis_name=axis_name
+            ),
+            num_rejected=state.num_rejected + rejected,
+        )
     if parts.limiter is not None:
         balance = parts.limiter.added(state.balance, state.cursor.size, count)
         state = state._replace(balance=balance)

@@ -56,14 +56,8 @@ def sample(
     is_own = draws.shard == sharding.own(together)
     slot = jnp.where(is_own, draws.slot, 0)
     read = lambda kept: parts.rows.read(kept, slot)
-    drawn_rows = draws, read(state.serial), jax.tree.map(read, state.notes)
-    # No write of this program comes before a condition that awaits all these reads:
-    # XLA would copy what is both read and written if it did not know which is first.
-    draws, serial, notes = jax.lax.cond(
-        pool.num_usable > 0,
-        lambda rows: rows,
-        lambda rows: jax.tree.map(jnp.zeros_like, rows),
-        drawn_rows,
+    draws, serial, notes = _awaited(
+        (draws, read(state.serial), jax.tree.map(read, state.notes)), pool.num_usable
     )
     serial, notes = sharding.deal((serial, notes), is_own, together)
     items = parts.storage.get(state.memory, state.cursor, slot, **reading)
@@ -98,6 +92,16 @@ def sample(
         ticket=Ticket(draws.shard, draws.slot, serial, draws.is_valid),
         notes=notes,
     )
+
+
+def _awaited(read: Any, num_usable: Int[Array, ""]) -> Any:
+    """What was read, once all of it was; zeros if nothing can be drawn.
+
+    A write that depends on any of it comes after all the reads: XLA copies an array
+    that is read and written if it does not know which is first.
+    """
+    zeros = lambda read: jax.tree.map(jnp.zeros_like, read)
+    return jax.lax.cond(num_usable > 0, lambda read: read, zeros, read)
 
 
 def update(

@@ -280,7 +280,7 @@ def _ours(example: Items, capacity: int, variant: str) -> Peer:
 
 
 def _flashbax(example: Items, capacity: int, variant: str) -> Peer:
-    # Of the extra `bench` alone.
+    # Of the extra `bench-replay` alone.
     import flashbax  # pyright: ignore
 
     make = functools.partial(
@@ -316,7 +316,7 @@ def _flashbax(example: Items, capacity: int, variant: str) -> Peer:
 
 
 def _cpprb(example: Items, capacity: int, variant: str) -> Peer:
-    # Of the extra `bench` alone.
+    # Of the extra `bench-replay` alone.
     import cpprb  # pyright: ignore
 
     del variant
@@ -341,7 +341,7 @@ def _cpprb(example: Items, capacity: int, variant: str) -> Peer:
 
 
 def _torchrl(example: Items, capacity: int, variant: str) -> Peer:
-    # Of the extra `bench` alone.
+    # Of the extra `bench-replay` alone.
     import torch  # pyright: ignore
     from torchrl.data import LazyTensorStorage, ReplayBuffer  # pyright: ignore
     from torchrl.data.replay_buffers import PrioritizedSampler  # pyright: ignore

@@ -424,13 +424,11 @@ def test_a_scan_and_a_population_do_what_single_calls_do(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("size", "extra"), [(1, {}), (32, {"notes": NOTES})], ids=["1", "32, noted"]
-)
-def test_nothing_of_the_buffers_size_is_allocated(name, size, extra):
+@pytest.mark.parametrize("size", [1, 32])
+def test_nothing_of_the_buffers_size_is_allocated(name, size):
     capacity = 2**14
     options = {"sort_period": 0} if name == "rank_based" else {}
-    this = of_items(name, capacity, **options, **extra)
+    this = of_items(name, capacity, notes=NOTES, **options)
     state = jax.eval_shape(this.of.init, jnp.zeros(8))
     key = jax.eval_shape(lambda: jax.random.key(0))
     draw = functools.partial(this.of.sample, batch_size=size)

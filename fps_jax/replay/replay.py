@@ -8,7 +8,9 @@
     state = of.update(state, sample.ticket, priorities.absolute(td_error, epsilon=1e-3))
 
 All functions are pure. Compile the step that calls them and donate the state: nothing
-of the buffer's size is allocated. Schaul et al., 2016, arXiv:1511.05952.
+of the buffer's size is allocated, if in one program adds come before draws. (A write
+must not overtake a read: XLA copies what is added to after it was drawn from.)
+Schaul et al., 2016, arXiv:1511.05952.
 """
 
 from collections.abc import Callable

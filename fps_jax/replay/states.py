@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from fps_jax.replay import sharding
+from fps_jax.replay import priorities, sharding
 from fps_jax.replay.limiter import Limiter
 from fps_jax.replay.ring import Cursor, Storage
 from fps_jax.replay.samplers import Pool, Sampler
@@ -130,7 +130,9 @@ def is_acceptable(parts: Parts, priority: Float[Array, " B"]) -> Bool[Array, " B
       parts: of the replay.
       priority: ``[B]``.
     """
-    return jnp.isfinite(priority) & (parts.sampler.only_orders | (priority >= 0.0))
+    if parts.sampler.only_orders:
+        return jnp.isfinite(priority)
+    return priorities.is_acceptable(priority)
 
 
 def pool_of(parts: Parts, state: ReplayState, axis_name: str | None) -> Pool:

@@ -28,7 +28,6 @@ class ArrayTree(NamedTuple):
     Indices are int32; those outside of ``[0, N)`` are ignored by `update`.
 
     Attributes:
-      fan_out: K, children of a node.
       init: ``init() -> tree``, all leaves neutral.
       build: ``build(leaves [N]) -> tree``, in O(N).
       update: ``update(tree, indices [B], values [B]) -> tree``; of equal indices the
@@ -40,7 +39,6 @@ class ArrayTree(NamedTuple):
       get: ``get(tree, indices [B]) -> [B]``, leaves by their indices.
     """
 
-    fan_out: int
     init: Callable[[], Tree]
     build: Callable[[Float[Array, " N"]], Tree]
     update: Callable[[Tree, Int[Array, " B"], Float[Array, " B"]], Tree]
@@ -129,7 +127,6 @@ def array_tree(
         return tuple(levels)
 
     return ArrayTree(
-        fan_out=fan_out,
         init=init,
         build=build,
         update=update,
@@ -157,7 +154,7 @@ def last_of_equals(
     is_inside = (indices >= 0) & (indices < capacity)
     indices = jnp.where(is_inside, indices, capacity)
     if (capacity + 1) * size <= 2**32:
-        # One number for both: a sort of pairs takes six times as long on a CPU.
+        # One number for both: a sort of pairs takes longer.
         number = indices.astype(jnp.uint32) * size + place.astype(jnp.uint32)
         number = jnp.sort(number)
         indices, place = (x.astype(jnp.int32) for x in (number // size, number % size))

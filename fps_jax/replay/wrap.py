@@ -2,7 +2,7 @@
 
 XLA writes a slice in place at the cost of its length, but a slice that wraps around the
 end of a ring is two, of lengths that are known only at run time; and a scatter, which
-wraps by its indices, takes several times as long for narrow rows. So the N rows stand
+wraps by its indices, takes longer for narrow rows. So the N rows stand
 between two margins as long as the longest write:
 
     [ margin | 0 1 ... N-1 | margin ]
@@ -92,13 +92,21 @@ def wrap(capacity: int, largest_write: int) -> Wrap:
         replaced = jnp.sum(old, dtype=jnp.int32)
         return write(rows, after(start, old), flags), replaced
 
+    def read(rows: Rows, slots: Int[Array, "*B"]) -> Array:
+        if slots.size == 1:
+            # XLA makes of a gather of one a slice, and then copies the array before
+            # it is written.
+            two = rows[jnp.append(slots, slots) + margin]
+            return two[:1].reshape(*slots.shape, *rows.shape[1:])
+        return rows[slots + margin]
+
     def place_of(rows: Rows, slots: Int[Array, " B"]) -> Int[Array, " B"]:
         return jnp.where(slots >= 0, slots + margin, rows.shape[0])
 
     def put(rows: Rows, slots: Int[Array, " B"], values: Rows) -> Rows:
         chex.assert_shape(values, (slots.size, *rows.shape[1:]))
         if slots.size == 1:
-            # XLA makes of a scatter of one a copy of the whole array.
+            # XLA makes of a scatter of one a slice, which is read before it is written.
             slots = jnp.append(slots, -1)
             values = jnp.concatenate([values, values])
         return rows.at[place_of(rows, slots)].set(values, mode="drop")
@@ -112,7 +120,7 @@ def wrap(capacity: int, largest_write: int) -> Wrap:
         flag=flag,
         put=put,
         increment=increment,
-        read=lambda rows, slots: rows[slots + margin],
+        read=read,
         all=lambda rows: rows[margin : margin + capacity],
         replace=lambda rows, values: rows.at[margin : margin + capacity].set(values),
     )

@@ -12,6 +12,7 @@ import rich
 import tyro
 
 from experiments import command_line, figures, presets
+from fps_jax.agents.dfps import DFPSConfig
 from fps_jax.agents.ppo import PPOConfig
 from fps_jax.runtime import envs
 from fps_jax.runtime.checkpoints import CheckpointError
@@ -20,7 +21,7 @@ from fps_jax.runtime.training import Run
 from fps_jax.types import AgentConfig
 
 PROG = "experiments.train"
-AGENTS: dict[str, Any] = {"ppo": PPOConfig}
+AGENTS: dict[str, Any] = {"dfps": DFPSConfig, "ppo": PPOConfig}
 
 
 def options(agent: str, env: str, preset: str) -> Any:

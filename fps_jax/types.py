@@ -191,12 +191,16 @@ class AgentConfig(Protocol):
         """The agent's name: of its subcommand and of its folder of runs."""
         ...
 
-    def make(self, spec: EnvSpec, *, total_env_steps: int) -> Agent:
+    def make(
+        self, spec: EnvSpec, *, total_env_steps: int, num_envs: int, rollout_steps: int
+    ) -> Agent:
         """Builds the agent for an environment and a length of training.
 
         Args:
           spec: the environment.
           total_env_steps: the planned length, for schedules that end with it.
+          num_envs: E, the environments that one device learns from.
+          rollout_steps: T, the length of the segments that it is given.
 
         Raises:
           ValueError: if an option does not fit the environment.

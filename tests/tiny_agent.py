@@ -63,8 +63,8 @@ class TinyConfig:
     def name(self) -> str:
         return "tiny"
 
-    def make(self, spec: EnvSpec, *, total_env_steps: int) -> Agent:
-        del total_env_steps
+    def make(self, spec: EnvSpec, **plan: int) -> Agent:
+        del plan
         return make_agent(self, spec)
 
 

@@ -88,8 +88,8 @@ def gradient_step(
 
 
 def minibatch_epochs(
-    step: Callable[[Learned, Any], tuple[Learned, Any]],
-    learned: Learned,
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    learned: Any,
     batch_of: Callable[[Any], Any],
     report: Callable[[Any, Any], Any],
     key: Key[Array, ""],
@@ -97,12 +97,13 @@ def minibatch_epochs(
     rows: int,
     num_epochs: int,
     num_minibatches: int,
-) -> tuple[Learned, Any]:
+    after_epoch: Callable[[Any], Any] = lambda learned: learned,
+) -> tuple[Any, Any]:
     """Passes over a batch several times, each in minibatches of a new random order.
 
     Args:
       step: see `gradient_step`.
-      learned: what it moves.
+      learned: what it moves, `Learned` or what else has `params`.
       batch_of: ``batch_of(params)`` gives an epoch's batch, each leaf ``[rows, ...]``.
       report: ``report(out, minibatches)`` sums up an epoch, from what its steps gave
         beside `learned` and what they were given, both stacked: what is reported costs
@@ -111,17 +112,18 @@ def minibatch_epochs(
       rows: of the batch on this device.
       num_epochs: passes over it.
       num_minibatches: of each pass; they divide the rows.
+      after_epoch: ``after_epoch(learned) -> learned``, after each pass.
 
     Returns:
       What was learned, and the reports of all epochs, stacked.
     """
 
-    def one_epoch(learned: Learned, epoch: Int[Array, ""]):
+    def one_epoch(learned: Any, epoch: Int[Array, ""]):
         order = jax.random.permutation(jax.random.fold_in(key, epoch), rows)
         split = lambda x: x[order].reshape(num_minibatches, -1, *x.shape[1:])
         minibatches = jax.tree.map(split, batch_of(learned.params))
         learned, out = jax.lax.scan(step, learned, minibatches)
-        return learned, report(out, minibatches)
+        return after_epoch(learned), report(out, minibatches)
 
     # Folded and not split: JAX's check of keys takes a scan over split keys, once
     # vmapped, for their second use.

@@ -18,8 +18,16 @@ from fps_jax.types import Agent, AgentState, EnvSpec, Metrics, Trajectory
 class PPOConfig(PPOOptions):
     """PPO with these options; see `PPOOptions`."""
 
-    def make(self, spec: EnvSpec, *, total_env_steps: int) -> Agent:
+    def make(
+        self,
+        spec: EnvSpec,
+        *,
+        total_env_steps: int,
+        num_envs: int = 1,
+        rollout_steps: int = 1,
+    ) -> Agent:
         """Builds PPO for an environment; see `AgentConfig.make`."""
+        del num_envs, rollout_steps  # PPO fits any.
         network = actor_critic(
             spec,
             hidden_sizes=self.hidden_sizes,

@@ -1,5 +1,7 @@
 """Thin constructors over distrax: the policies that heads parameterise."""
 
+from typing import Any
+
 import distrax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -24,3 +26,16 @@ def diagonal_gaussian(
       log_std: natural logarithm of its standard deviation.
     """
     return distrax.Independent(distrax.Normal(mean, jnp.exp(log_std)), 1)
+
+
+def gaussian_parameters(
+    policy: distrax.Distribution,
+) -> tuple[Float[Array, "*batch A"], Float[Array, "*batch A"]]:
+    """Mean and log standard deviation of what `diagonal_gaussian` made.
+
+    Args:
+      policy: diagonal Gaussians.
+    """
+    assert isinstance(policy, distrax.Independent)
+    normal: Any = policy.distribution
+    return normal.loc, jnp.log(normal.scale)

@@ -73,17 +73,24 @@ class GaussianHead(nn.Module):
       size: number of action dimensions, A.
       init_log_std: log standard deviation at the start, in units of an action whose
         range is [-1, 1].
+      learns_log_std: whether it moves from there.
+      bounds_mean: keep the mean in that range by a tanh.
     """
 
     size: int
     init_log_std: float = -0.5
+    learns_log_std: bool = True
+    bounds_mean: bool = False
 
     @nn.compact
     def __call__(self, h: Float[Array, "*batch H"]) -> distrax.Distribution:
         """Maps features to a distribution over ``[*batch, A]``."""
         mean = nn.Dense(self.size, kernel_init=nn.initializers.orthogonal(0.01))(h)
+        mean = nn.tanh(mean) if self.bounds_mean else mean
         init = nn.initializers.constant(self.init_log_std)
         log_std = self.param("log_std", init, (self.size,))
+        if not self.learns_log_std:
+            log_std = jax.lax.stop_gradient(log_std)
         return distributions.diagonal_gaussian(
             mean, jnp.broadcast_to(log_std, mean.shape)
         )
@@ -113,6 +120,26 @@ class ValueHead(nn.Module):
     def __call__(self, h: Float[Array, "*batch H"]) -> Float[Array, "*batch"]:
         """Maps features to a value."""
         return nn.Dense(1, kernel_init=nn.initializers.orthogonal(1.0))(h).squeeze(-1)
+
+
+class Critic(nn.Module):
+    """The value of an action in a state.
+
+    Attributes:
+      torso: reads an observation and an action, one after the other.
+    """
+
+    torso: nn.Module
+
+    @nn.compact
+    def __call__(
+        self,
+        observation: Float[Array, "*batch features"],
+        action: Float[Array, "*batch A"],
+    ) -> Float[Array, "*batch"]:
+        """Maps both to a value."""
+        inputs = jnp.concatenate([observation, action], axis=-1)
+        return ValueHead()(self.torso(inputs))
 
 
 class ActorCritic(nn.Module):

@@ -25,6 +25,19 @@ def truncated_ratio(
     return jnp.exp(jnp.minimum(log_ratio, log_cap))
 
 
+def bounded(
+    log_ratio: Float[Array, "*items"], *, bound: float = 20.0
+) -> Float[Array, "*items"]:
+    """A log ratio that can be exponentiated, with the gradient that it had.
+
+    Args:
+      log_ratio: any.
+      bound: its largest magnitude; ``exp(20)`` is 4.9e8.
+    """
+    constant = jax.lax.stop_gradient(log_ratio)
+    return jnp.clip(constant, -bound, bound) + (log_ratio - constant)
+
+
 def capped_fraction(
     log_ratio: Float[Array, "*items"],
     cap: Scalar,

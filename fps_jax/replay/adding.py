@@ -92,6 +92,31 @@ def add(
     )
 
 
+def cut(parts: Parts, state: ReplayState, streams: Bool[Array, " E"]) -> ReplayState:
+    """Ends streams whose next step does not follow from their last; see `Replay`.
+
+    Args:
+      parts: of the replay.
+      state: of this device's shard.
+      streams: which of them.
+
+    Raises:
+      ValueError: if the storage has no steps that follow each other.
+    """
+    storage = parts.storage
+    checks.number("streams", streams.size, storage.num_streams, storage.num_streams)
+    if storage.cut is None or parts.waiting == 0:
+        raise ValueError("a storage of single items has no streams to cut.")
+    stream = jnp.arange(streams.size, dtype=jnp.int32)
+    slots = (state.cursor.head - streams.size + stream) % storage.capacity
+    slots = jnp.where(streams & (state.cursor.size > 0), slots, -1)
+    priority, is_ready = state.pending
+    is_ready = is_ready.at[-streams.size :].min(~streams)
+    return state._replace(
+        memory=storage.cut(state.memory, slots), pending=(priority, is_ready)
+    )
+
+
 def _of_new(
     parts: Parts, state: ReplayState, axis_name: str | None
 ) -> Float[Array, ""]:

@@ -35,6 +35,10 @@ class Replay(NamedTuple):
       init: ``init(example) -> state``, from one item without its axis B.
       add: ``add(state, items [B, ...], priority=None, *, axis_name=None) -> state``;
         without priorities the items get the one for new items.
+      cut: ``cut(state, streams [E]) -> state``, before an add: the newest step of these
+        streams is not valid, as what comes next does not follow from it (a resumed run
+        starts new episodes). The steps before it stay, with its observation as their
+        next one.
       sample: ``sample(state, key, *, batch_size, importance_exponent=1.0,
         axis_name=None, **reading) -> (state, Sample)``. `reading` is for the storage's
         ``get``, such as ``discount``. Under `axis_name` the key is the same on every
@@ -54,6 +58,7 @@ class Replay(NamedTuple):
 
     init: Callable[[Any], ReplayState]
     add: Callable[..., ReplayState]
+    cut: Callable[[ReplayState, Bool[Array, " E"]], ReplayState]
     sample: Callable[..., tuple[ReplayState, Sample]]
     update: Callable[..., ReplayState]
     reprioritize: Callable[..., ReplayState]
@@ -120,6 +125,7 @@ def replay(
     return Replay(
         init=partial(adding.init, parts),
         add=partial(adding.add, parts),
+        cut=partial(adding.cut, parts),
         sample=partial(drawing.sample, parts),
         update=partial(drawing.update, parts),
         reprioritize=partial(drawing.reprioritize, parts),

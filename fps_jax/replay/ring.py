@@ -9,6 +9,7 @@ in place and otherwise left alone.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import chex
@@ -52,6 +53,8 @@ class Storage(NamedTuple):
       get: ``get(memory, cursor, slots [B], **options) -> sample``, what is replayed.
       is_last: ``is_last(memory, slots [B]) -> [B]``, whether an episode ends there.
       batch_axis: where B is in a sample's arrays.
+      cut: ``cut(memory, slots [B]) -> memory``: the steps there are not valid any more;
+        slots below 0 are left out. None for single items.
       is_intact: ``is_intact(memory, cursor, slots [B]) -> [B]``, whether a sample there
         is what was added; it is known once the steps that it reads have come. None if
         it always is.
@@ -67,6 +70,7 @@ class Storage(NamedTuple):
     usable: Callable[[Any], Bool[Array, " B"]]
     get: Callable[..., Any]
     is_last: Callable[[Any, Int[Array, " B"]], Bool[Array, " B"]]
+    cut: Callable[[Any, Int[Array, " B"]], Any] | None = None
     is_intact: Callable[[Any, Cursor, Int[Array, " B"]], Bool[Array, " B"]] | None = (
         None
     )
@@ -197,6 +201,7 @@ def windows(
     return Storage(
         **common,
         batch_axis=1,
+        cut=partial(_cut, rows),
         put=None,
         usable=lambda batch: batch.is_valid,
         get=get,
@@ -256,6 +261,7 @@ def transitions(
 
     return Storage(
         **common,
+        cut=partial(_cut, rows),
         put=None,
         usable=lambda batch: batch.is_valid,
         get=get,
@@ -331,6 +337,11 @@ def _common(
 
 def _read(rows: Wrap, memory: Any, slots: Int[Array, "*B"]) -> Any:
     return jax.tree.map(lambda x: rows.read(x, slots), memory)
+
+
+def _cut(rows: Wrap, memory: Step, slots: Int[Array, " B"]) -> Step:
+    fresh = jnp.zeros(slots.shape, bool)
+    return memory._replace(is_valid=rows.put(memory.is_valid, slots, fresh))
 
 
 def _following(

@@ -147,12 +147,20 @@ def chance_of_a_usable_slot(pool: Pool, axis_name: str | None) -> Float[Array, "
     return 1.0 - (1.0 - share) ** ATTEMPTS
 
 
-def uniform(capacity: int) -> Sampler:
+def uniform(capacity: int, *, newest: int | None = None) -> Sampler:
     """Draws every slot alike, with replacement; priorities are not kept.
 
     Args:
       capacity: N.
+      newest: draws only from so many of the newest slots of each shard; None is all. A
+        draw's probability is told as if it were from all.
+
+    Raises:
+      ValueError: if the number is out of range.
     """
+    checks.number("newest", newest, 1)
+    bound = capacity if newest is None else min(newest, capacity)
+    within = lambda pool: pool._replace(span=jnp.minimum(pool.span, bound))
     ones = lambda slots: jnp.ones(capacity if slots is None else slots.shape)
     return Sampler(
         only_orders=True,
@@ -161,7 +169,7 @@ def uniform(capacity: int) -> Sampler:
         update=lambda state, slots, priority: state,
         draw=lambda state, pool, key, size, axis_name: (
             state,
-            uniform_draws(pool, capacity, key, size, axis_name),
+            uniform_draws(within(pool), capacity, key, size, axis_name),
         ),
         priority=lambda state, slots: ones(slots),
         rebuild=lambda state, pool, priority, is_usable, axis_name: state,

@@ -93,8 +93,6 @@ class Run:
         mesh = parallel.learner_mesh(parallel.learner_devices(config.learner_devices))
         self._eval_env = self._make_envs(_EVALUATE, 0, max(1, config.eval_episodes))
         spec = self._eval_env.spec
-        agent = agent_config.make(spec, total_env_steps=config.total_env_steps)
-        self.program = compile_agent(agent, mesh, mapping=config.mapping)
         envs_here = config.num_actors * config.num_envs
         devices_here = mesh.local_mesh.size
         if envs_here % devices_here:
@@ -102,6 +100,13 @@ class Run:
                 f"num_actors {config.num_actors} x num_envs {config.num_envs} is not a "
                 f"multiple of the {devices_here} learner_devices of a host."
             )
+        agent = agent_config.make(
+            spec,
+            total_env_steps=config.total_env_steps,
+            num_envs=envs_here // devices_here,
+            rollout_steps=config.rollout_steps,
+        )
+        self.program = compile_agent(agent, mesh, mapping=config.mapping)
         check(
             self.program,
             agent,

@@ -53,6 +53,7 @@ _FAST: dict[str, Any] = {
     "value_data": "queue",
     "value_target": "precomputed",
     "value_learning_rate": 3e-4,
+    "policy_target_rate": 1.0,
     "noise": "none",
 }
 

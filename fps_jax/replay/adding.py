@@ -11,7 +11,7 @@ from fps_jax import checks
 from fps_jax.replay import priorities, ring, sharding
 from fps_jax.replay.ring import Cursor
 from fps_jax.replay.states import Parts, ReplayState, is_acceptable
-from fps_jax.replay.wrap import Rows
+from fps_jax.replay.wrap import Rows, alone
 
 
 def init(parts: Parts, example: Any) -> ReplayState:
@@ -85,7 +85,8 @@ def add(
         balance = parts.limiter.added(state.balance, state.cursor.size, count)
         state = state._replace(balance=balance)
     put = _in_place_of_the_oldest if parts.eviction is None else _in_place_of_the_worst
-    state = put(parts, state, items, new, parts.storage.usable(items))
+    usable = parts.storage.usable(items)
+    state = alone(lambda state: put(parts, state, items, new, usable), state)
     return state._replace(
         cursor=ring.advance(state.cursor, count, capacity),
         added=state.added + jnp.uint32(count),

@@ -126,6 +126,22 @@ def wrap(capacity: int, largest_write: int) -> Wrap:
     )
 
 
+def alone(step: Callable[[Any], Any], state: Any) -> Any:
+    """``step(state)``, compiled apart from what reads its result.
+
+    Under pmap and shard_map what a device returns is a reshaped copy of what its
+    program reads on: XLA would make the step a part of both, and copy the arrays that
+    it writes for each. It can't if the step is the body of a loop, of one turn, as long
+    as it does not know that it is one.
+
+    Args:
+      step: what is done.
+      state: arrays, before it.
+    """
+    once = jax.lax.optimization_barrier(jnp.int32(1))
+    return jax.lax.fori_loop(0, once, lambda _, state: step(state), state)
+
+
 def after(x: Int[Array, "*B"], *reads: Shaped[Array, "*C"]) -> Int[Array, "*B"]:
     """x, which nothing knows before the reads are done.
 

@@ -15,7 +15,8 @@ import math
 import multiprocessing
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,8 @@ class Options:
     Attributes:
       agent: its name.
       env: EnvPool task id.
-      seeds: how many; they are 0, 1, ...
+      seeds: how many; they follow each other.
+      first_seed: the first of them.
       total_env_steps: length of each run, in env steps.
       evaluations: of each run, evenly spread.
       eval_episodes: full episodes of each evaluation.
@@ -45,6 +47,7 @@ class Options:
     agent: str = "ppo"
     env: str = "CartPole-v1"
     seeds: int = 10
+    first_seed: int = 0
     total_env_steps: int = 100_000
     evaluations: int = 20
     eval_episodes: int = 10
@@ -56,6 +59,7 @@ class Options:
         """Refuses options that are out of range."""
         counts = "seeds", "total_env_steps", "evaluations", "eval_episodes", "jobs"
         checks.in_range(self, 1, math.inf, *counts)
+        checks.in_range(self, 0, math.inf, "first_seed")
 
     def argv(self, seed: int, more: Sequence[str]) -> list[str]:
         """The words that experiments.train would be given for one seed.
@@ -114,14 +118,41 @@ def run_seeds(options: Options, more: Sequence[str]) -> list[dict[str, Any]]:
     with concurrent.futures.ProcessPoolExecutor(
         options.jobs, mp_context=context, max_tasks_per_child=1
     ) as pool:
-        runs = pool.map(
-            functools.partial(run_seed, options, more), range(options.seeds)
-        )
+        seeds = range(options.first_seed, options.first_seed + options.seeds)
+        runs = pool.map(functools.partial(run_seed, options, more), seeds)
         rows = []
-        for seed, run in enumerate(runs):
+        for seed, run in zip(seeds, runs, strict=True):
             rows += run
             print(f"seed {seed}: {run[-1]['return']}", flush=True)
     return rows
+
+
+def run_arms(
+    given: Mapping[tuple[str, str], tuple[Options, Sequence[str]]], folder: Path
+) -> int:
+    """Trains several arms on several tasks; a CSV each, once its seeds are done.
+
+    What has a file already is not run again.
+
+    Args:
+      given: by arm and task: the options of its seeds, and further ones of every run.
+      folder: where the files are, ``<arm>_<task>.csv``.
+
+    Returns:
+      The exit code, 0.
+    """
+    for (arm, env), of_arm in given.items():
+        path = folder / f"{arm}_{env}.csv"
+        if path.exists():
+            print(f"{env}, {arm}: is there, {path}", flush=True)
+            continue
+        rows = run_seeds(*of_arm)
+        reached = summary(rows)
+        results.write_csv(
+            path, [{"arm": arm, **row} for row in rows], final_iqm=reached
+        )
+        print(f"{env}, {arm}: IQM {reached}; {path}", flush=True)
+    return 0
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:

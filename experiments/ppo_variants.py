@@ -101,18 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command_line.refuse(error, prog=PROG)
     for of_learning, words in given:  # Refuses what no run could be given.
         train.read(of_learning.argv(0, words))
-    for (arm, env), of_arm in zip(runs, given, strict=True):
-        path = results.FOLDER / "ppo_variants" / f"{arm}_{env}.csv"
-        if path.exists():
-            print(f"{env}, {arm}: is there, {path}", flush=True)
-            continue
-        rows = learning.run_seeds(*of_arm)
-        summary = learning.summary(rows)
-        results.write_csv(
-            path, [{"arm": arm, **row} for row in rows], final_iqm=summary
-        )
-        print(f"{env}, {arm}: IQM {summary}; {path}", flush=True)
-    return 0
+    arms = dict(zip(runs, given, strict=True))
+    return learning.run_arms(arms, results.FOLDER / "ppo_variants")
 
 
 if __name__ == "__main__":

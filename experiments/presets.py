@@ -28,6 +28,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
         "Hopper-v4": _LOCOMOTION,
         "Walker2d-v4": _LOCOMOTION,
     },
+    "dfps": {},
 }
 
 _FAST: dict[str, Any] = {
@@ -57,8 +58,58 @@ _FAST: dict[str, Any] = {
     "noise": "none",
 }
 
+_SHORT: dict[str, Any] = {"num_envs": 16, "rollout_steps": 32}
+_NO_CRITIC: dict[str, Any] = {
+    "critic_utd": 0.0,
+    "dpg_coef": 0.0,
+    "control_variate": "zero",
+    "replay_capacity": 0,
+    "value_data": "queue",
+    "noise": "none",
+}
+
 VARIANTS: dict[str, tuple[str, Preset]] = {
-    "dfps_fast": ("dfps", (_FAST, {"num_envs": 16, "rollout_steps": 32})),
+    # The fusion gradient at what measurement found best; see the README.
+    "dfps_fast": ("dfps", (_FAST, _SHORT)),
+    # Equation 14 with both of its terms in one unit.
+    "dfps_unbiased": (
+        "dfps",
+        ({"dpg_scale": "inv_sigma", "control_variate": "conservative"}, _SHORT),
+    ),
+    # Gu et al. (2017), arXiv:1611.02247: no lag, no noise on parameters.
+    "qprop": ("dfps", ({"noise": "none"}, _SHORT | {"max_lag": 0})),
+    # Gu et al. (2017), arXiv:1706.00387: both gradients, without a control variate.
+    "ipg": (
+        "dfps",
+        (
+            {
+                "ipg_nu": 0.2,
+                "dpg_coef": 0.2,
+                "control_variate": "zero",
+                "dpg_states": "replay",
+                "noise": "none",
+            },
+            _SHORT | {"max_lag": 0},
+        ),
+    ),
+    # Espeholt et al. (2018), arXiv:1802.01561: V-trace alone.
+    "impala": (
+        "dfps",
+        (
+            _NO_CRITIC
+            | {
+                "surrogate": "R2",
+                "trust_region": "none",
+                "statistics": "none",
+                "num_epochs": 1,
+                "value_epochs": 1,
+                "entropy_coef": 0.001,
+            },
+            _SHORT | {"max_lag": 4},
+        ),
+    ),
+    # Heess et al. (2017), arXiv:1707.02286, with its penalty on the divergence.
+    "dppo_penalty": ("dfps", (_NO_CRITIC, _SHORT | {"max_lag": 0})),
     # Yu et al. (2025), arXiv:2503.14476: the upper side is wider.
     "ppo_clip_higher": ("ppo", ({"clip_epsilon_high": 0.28}, {})),
     # Ye et al. (2020), arXiv:1912.09729.

@@ -338,6 +338,12 @@ def _check_together(options: DFPSOptions) -> None:
         raise ValueError(
             f"trust_region clip needs surrogate R3, not {options.surrogate}."
         )
+    if options.recent_fraction == 1.0 and options.priority_exponent is not None:
+        raise ValueError(
+            f"recent_fraction {options.recent_fraction} must be below 1 with a "
+            f"priority_exponent ({options.priority_exponent}): nothing would be drawn "
+            "by priority."
+        )
     if not options.has_replay:
         wants = {
             "critic_utd": options.has_critic,

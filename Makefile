@@ -9,7 +9,7 @@ STAMP := $(VENV)/installed-$(VERSION)
 .PHONY: train test lint bench bench-replay clean
 
 train: $(STAMP)
-	$(BIN)/python -m experiments.train ppo --env HalfCheetah-v4
+	$(BIN)/python -m experiments.train dfps_fast --env HalfCheetah-v4
 
 test: lint
 	$(BIN)/python -m pytest -n 2

@@ -2,7 +2,8 @@
 
 ``python -m experiments.figures`` draws ``experiments/figures/<name>.png`` for every
 group of ``experiments/results/<name>_<task>.csv`` that `experiments.learning` wrote,
-and ``ppo_variants.png`` from what `experiments.ppo_variants` wrote.
+``ppo_variants.png`` from what `experiments.ppo_variants` wrote, and
+``dfps_ablations.png`` from what `experiments.dfps_ablations` wrote.
 """
 
 import sys
@@ -146,6 +147,36 @@ def draw_variants(paths: Sequence[Path], to: Path) -> None:
     _finish(figure, to)
 
 
+def draw_arms(paths: Sequence[Path], to: Path) -> None:
+    """Draws where each arm of a comparison ends: IQM and 95 % interval of the seeds.
+
+    Args:
+      paths: CSVs that `learning.run_arms` wrote.
+      to: the PNG.
+    """
+    rows = [row for path in paths for row in results.read_csv(path)]
+    envs = list(dict.fromkeys(row["env"] for row in rows))
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    size = (3.6 * len(envs) + 1.5, 0.26 * len(arms) + 1.2)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(1, len(envs), sharey=True, squeeze=False)[0]
+    for axes, env in zip(panels, envs, strict=True):
+        for place, arm in enumerate(reversed(arms)):
+            mine = [r for r in rows if r["arm"] == arm and r["env"] == env]
+            last = {row["seed"]: float(row["return"]) for row in mine}
+            if last:
+                iqm, low, high = results.interquartile_mean(list(last.values()))
+                axes.plot([low, high], [place, place], color=BLUE, linewidth=2)
+                axes.plot([iqm], [place], "o", color=BLUE)
+        axes.set_yticks(range(len(arms)), list(reversed(arms)), fontsize="small")
+        axes.set_title(env, fontsize="medium")
+        axes.grid(axis="x", alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("deterministic return at the end: IQM and 95 % interval")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(to, dpi=150)
+
+
 def _finish(figure: Figure, to: Path) -> None:
     """Labels a figure of learning curves and writes it."""
     figure.supxlabel("thousand env steps", fontsize="medium")
@@ -174,7 +205,7 @@ def draw_learning(paths: Sequence[Path], to: Path) -> None:
 
 def main() -> int:
     """Draws every figure whose results are there."""
-    names = ("ppo",)
+    names = ("ppo", "dfps_fast")
     for name in names:
         paths = sorted(results.FOLDER.glob(f"{name}_*-v*.csv"))
         paths = [p for p in paths if "_" not in p.stem.removeprefix(f"{name}_")]
@@ -185,6 +216,10 @@ def main() -> int:
     if variants:
         draw_variants(variants, FOLDER / "ppo_variants.png")
         print(FOLDER / "ppo_variants.png")
+    ablations = sorted((results.FOLDER / "dfps_ablations").glob("*.csv"))
+    if ablations:
+        draw_arms(ablations, FOLDER / "dfps_ablations.png")
+        print(FOLDER / "dfps_ablations.png")
     return 0
 
 

@@ -14,12 +14,9 @@ import functools
 import math
 import multiprocessing
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from experiments import command_line, results, train
 from fps_jax import checks
@@ -162,33 +159,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
       rows: see `run_seeds`.
     """
     last = {row["seed"]: float(row["return"]) for row in rows}  # In order of steps.
-    iqm, low, high = interquartile_mean(list(last.values()))
+    iqm, low, high = results.interquartile_mean(list(last.values()))
     return f"{iqm:.1f} [{low:.1f}, {high:.1f}] over {len(last)} seeds"
-
-
-def interquartile_mean(returns: Sequence[float]) -> tuple[float, float, float]:
-    """Interquartile mean of runs, with its 95 % stratified bootstrap interval.
-
-    Agarwal et al. (2021), arXiv:2108.13264.
-
-    Args:
-      returns: one a run.
-
-    Returns:
-      The mean, and the interval's two ends.
-    """
-    from rliable import library, metrics
-
-    aggregate = lambda scores: np.array([metrics.aggregate_iqm(scores)])
-    scores = {"runs": np.asarray(returns)[:, None]}
-    with warnings.catch_warnings():
-        # rliable hands its seed to arch under a name that arch gives up.
-        warnings.filterwarnings("ignore", message="random_state is deprecated")
-        points, intervals = library.get_interval_estimates(
-            scores, aggregate, reps=2000, random_state=np.random.RandomState(0)
-        )
-    low, high = intervals["runs"][:, 0]
-    return float(points["runs"][0]), float(low), float(high)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,7 +28,6 @@ PRESETS: dict[str, dict[str, Preset]] = {
         "Hopper-v4": _LOCOMOTION,
         "Walker2d-v4": _LOCOMOTION,
     },
-    "dfps": {},
 }
 
 _FAST: dict[str, Any] = {

@@ -5,9 +5,12 @@ import datetime
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fps_jax.runtime.runs import provenance
 
@@ -56,3 +59,28 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     """
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
+
+
+def interquartile_mean(returns: Sequence[float]) -> tuple[float, float, float]:
+    """Interquartile mean of runs, with its 95 % stratified bootstrap interval.
+
+    Agarwal et al. (2021), arXiv:2108.13264.
+
+    Args:
+      returns: one a run.
+
+    Returns:
+      The mean, and the interval's two ends.
+    """
+    from rliable import library, metrics
+
+    aggregate = lambda scores: np.array([metrics.aggregate_iqm(scores)])
+    scores = {"runs": np.asarray(returns)[:, None]}
+    with warnings.catch_warnings():
+        # rliable hands its seed to arch under a name that arch gives up.
+        warnings.filterwarnings("ignore", message="random_state is deprecated")
+        points, intervals = library.get_interval_estimates(
+            scores, aggregate, reps=2000, random_state=np.random.RandomState(0)
+        )
+    low, high = intervals["runs"][:, 0]
+    return float(points["runs"][0]), float(low), float(high)

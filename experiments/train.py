@@ -55,25 +55,25 @@ def read(argv: Sequence[str]) -> tuple[AgentConfig, TrainConfig]:
     Args:
       argv: the words after the program's name.
     """
+    names = (*AGENTS, *presets.VARIANTS)
+    name, rest = (argv[0], argv[1:]) if argv else ("", [])
+    if name in ("-h", "--help"):
+        print(f"usage: {PROG} {{{','.join(names)}}} [options]\n")
+        print(f"`{PROG} AGENT --help` lists the options of an agent and of a run.")
+        raise SystemExit(0)
+    if name not in names:
+        reason = f"the first word, {name!r}, is not an agent: {sorted(names)}."
+        command_line.refuse(reason, prog=PROG)
     # The task and the preset decide the defaults of all other options.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--env", default=TrainConfig.env)
     first.add_argument("--preset", default="auto")
-    known = first.parse_known_args(list(argv))[0]
+    known = first.parse_known_args(list(rest))[0]
     try:
-        names = (*AGENTS, *presets.VARIANTS)
-        commands = {name: options(name, known.env, known.preset) for name in names}
+        of_agent = options(name, known.env, known.preset)
     except ValueError as error:
         command_line.refuse(error, prog=PROG)
-    name, rest = (argv[0], argv[1:]) if argv else ("", [])
-    if name in ("-h", "--help"):
-        print(f"usage: {PROG} {{{','.join(commands)}}} [options]\n")
-        print(f"`{PROG} AGENT --help` lists the options of an agent and of a run.")
-        raise SystemExit(0)
-    if name not in commands:
-        reason = f"the first word, {name!r}, is not an agent: {sorted(commands)}."
-        command_line.refuse(reason, prog=PROG)
-    parsed = command_line.parse(commands[name], rest, prog=f"{PROG} {name}")
+    parsed = command_line.parse(of_agent, rest, prog=f"{PROG} {name}")
     return parsed.agent, parsed.run
 
 

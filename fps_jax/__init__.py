@@ -1,5 +1,6 @@
 """Fusion policy search, prioritized replay and PPO as pure functions in JAX."""
 
+from fps_jax.agents.dfps import DFPSConfig
 from fps_jax.agents.ppo import PPOConfig
 from fps_jax.runtime.journal import History
 from fps_jax.runtime.options import TrainConfig
@@ -19,6 +20,7 @@ __all__ = [
     "Agent",
     "AgentState",
     "Continuous",
+    "DFPSConfig",
     "Discrete",
     "EnvSpec",
     "History",

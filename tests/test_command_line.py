@@ -97,7 +97,7 @@ def test_a_preset_is_the_default_and_the_command_line_overrides_it(env):
 def test_a_variant_overrides_the_task_s_row_and_the_command_line_overrides_it(variant):
     of, (for_agent, for_run) = presets.VARIANTS[variant]
     env = "HalfCheetah-v4"
-    row, _ = presets.PRESETS[of][env]
+    row, _ = presets.PRESETS.get(of, {}).get(env, ({}, {}))
     agent, run = train.read([variant, "--env", env])
     assert agent.name == variant
     for name, value in (row | for_agent).items():
@@ -107,7 +107,7 @@ def test_a_variant_overrides_the_task_s_row_and_the_command_line_overrides_it(va
     changed, _ = train.read([variant, "--env", env, "--learning-rate", "0.5"])
     assert changed == dataclasses.replace(agent, learning_rate=0.5)
     plain, _ = train.read([variant, "--env", env, "--preset", "none"])
-    assert plain == PPOConfig(name=variant, **for_agent)
+    assert plain == train.AGENTS[of](name=variant, **for_agent)
 
 
 def test_an_option_of_both_is_the_variant_s(monkeypatch):
@@ -225,7 +225,7 @@ def test_several_seeds_become_a_csv_that_says_how_and_a_figure(
 @pytest.mark.parametrize("runs", [4, 5, 10])
 def test_the_figure_draws_the_mean_that_the_summary_prints(runs):
     values = np.random.default_rng(runs).normal(size=runs)
-    printed, low, high = learning.interquartile_mean(values.tolist())
+    printed, low, high = results.interquartile_mean(values.tolist())
     np.testing.assert_allclose(figures.trim_mean(values, 0.25), printed)
     assert low <= printed <= high
 

@@ -134,7 +134,7 @@ class Twin:
         assert state.num_usable == sum(usable)
         assert state.num_rejected == self.rejected
         assert state.num_updates == self.updates
-        weights = np.asarray(state.sampler.weights[0]).reshape(-1)[:CAPACITY]
+        weights = np.asarray(state.sampler.weights).reshape(-1)[:CAPACITY]
         expected = [
             self.slots[slot]["priority"] ** self.exponent if usable[slot] else 0.0
             for slot in range(CAPACITY)
@@ -292,7 +292,7 @@ def test_new_items_get_the_priority_that_was_asked_for(new_priority, expected):
         state = this.update(state, sample.ticket, jnp.array([seen]))
     state = this.update(state, sample.ticket, jnp.array([3.0]))
     state = this.add(state, jnp.array([5], jnp.int32))
-    weight = state.sampler.weights[0].reshape(-1)[2]
+    weight = state.sampler.weights.reshape(-1)[2]
     np.testing.assert_allclose(weight, expected**0.5, rtol=1e-5)
 
 
@@ -423,11 +423,16 @@ def test_a_scan_and_a_population_do_what_single_calls_do(name):
         jax.tree.map(np.testing.assert_array_equal, mine, state)
 
 
-@pytest.mark.parametrize("name", NAMES)
+OF_ALL = {"normalize": "buffer", "new_priority": "highest"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in NAMES), ("proportional", OF_ALL)]
+)
 @pytest.mark.parametrize("size", [1, 32])
-def test_nothing_of_the_buffers_size_is_allocated(name, size):
+def test_nothing_of_the_buffers_size_is_allocated(name, options, size):
     capacity = 2**14
-    options = {"sort_period": 0} if name == "rank_based" else {}
+    options = {"sort_period": 0} if name == "rank_based" else options
     this = of_items(name, capacity, notes=NOTES, **options)
     state = jax.eval_shape(this.of.init, jnp.zeros(8))
     key = jax.eval_shape(lambda: jax.random.key(0))

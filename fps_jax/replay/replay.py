@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Bool, Float
 
 from fps_jax import checks
-from fps_jax.replay import adding, drawing, priorities, ranks, samplers
+from fps_jax.replay import adding, drawing, priorities, queue, ranks, samplers
 from fps_jax.replay.limiter import Limiter
 from fps_jax.replay.ring import Storage
 from fps_jax.replay.samplers import Sampler
@@ -224,9 +224,7 @@ def greedy(storage: Storage, *, fan_out: int = 16, **options: Any) -> Replay:
     Raises:
       ValueError: if an option is not what it may be.
     """
-    return replay(
-        storage, samplers.greedy(storage.capacity, fan_out=fan_out), **options
-    )
+    return replay(storage, queue.greedy(storage.capacity, fan_out=fan_out), **options)
 
 
 def largest_write(storage: Storage) -> int:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fps_jax.replay import limiter, priorities, replay, ring
+from fps_jax.replay import limiter, priorities, ranks, replay, ring
 from fps_jax.types import Step
 
 CAPACITY, STREAMS, N_STEP, BATCH, DECAY = 12, 2, 2, 6, 0.9
@@ -374,8 +374,13 @@ def test_options_that_do_not_fit_are_refused():
     oldest = lambda priority, age: age.astype(jnp.float32)
     with pytest.raises(ValueError, match="eviction must be None"):
         replay.uniform(ring.transitions(4), eviction=oldest)
-    with pytest.raises(ValueError, match="sort_period None must be 1"):
-        replay.rank_based(ring.items(4), eviction=oldest)
+    with pytest.raises(ValueError, match="sort_period 3 must be 1 with eviction"):
+        replay.rank_based(ring.items(3000), eviction=oldest)
+    ranked = ranks.rank_based(4, exponent=0.7, largest_write=4, sort_period=0)
+    with pytest.raises(ValueError, match="sort_period 0 must be 1 with eviction"):
+        replay.replay(ring.items(4), ranked, eviction=oldest)
+    with pytest.raises(ValueError, match=r"min_size 5 must be in \[1, 4\]"):
+        replay.uniform(ring.items(4), limiter=limiter.limiter(1.0, min_size=5))
     with pytest.raises(TypeError, match="alpha"):
         replay.proportional(ring.items(4), alpha=0.5)
     this, state = filled("greedy", [1, 2])

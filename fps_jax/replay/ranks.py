@@ -205,6 +205,7 @@ def rank_based(
         rebuild=rebuild,
         largest=lambda state: jnp.max(rows.all(state.priority)),
         lowest_probability=lowest_probability,
+        sort_period=sort_period,
     )
 
 

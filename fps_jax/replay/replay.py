@@ -105,6 +105,10 @@ def replay(
         checks.choice("notes", note, NOTES)
     if eviction is not None and storage.put is None:
         raise ValueError("eviction must be None for a storage of steps that follow.")
+    if eviction is not None and sampler.sort_period not in (None, 1):
+        raise ValueError(f"sort_period {sampler.sort_period} must be 1 with eviction.")
+    if limiter is not None:
+        checks.number("min_size", limiter.min_size, 1, storage.capacity)
     parts = Parts(
         storage=storage,
         sampler=sampler,
@@ -196,10 +200,8 @@ def rank_based(
       **options: see `replay`.
 
     Raises:
-      ValueError: if an option is not what it may be, or eviction needs the exact order.
+      ValueError: if an option is not what it may be.
     """
-    if options.get("eviction") is not None and sort_period != 1:
-        raise ValueError(f"sort_period {sort_period} must be 1 with an eviction.")
     sampler = ranks.rank_based(
         storage.capacity,
         exponent=exponent,

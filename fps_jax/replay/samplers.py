@@ -83,6 +83,8 @@ class Sampler(NamedTuple):
       largest: ``largest(state)``, the greatest priority of the shard, 0 if empty.
       lowest_probability: ``lowest_probability(state, pool, axis_name)``, the least that
         a draw can have.
+      sort_period: after how many updates the slots are sorted, if they are. Unless it
+        is 1, what was written since must be the newest part of the ring.
     """
 
     only_orders: bool
@@ -94,6 +96,7 @@ class Sampler(NamedTuple):
     rebuild: Callable[..., Any]
     largest: Callable[[Any], Float[Array, ""]]
     lowest_probability: Callable[[Any, Pool, str | None], Float[Array, ""]]
+    sort_period: int | None = None
 
 
 def uniform_draws(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fps_jax.replay import limiter, priorities, replay, ring
+from fps_jax.replay import limiter, priorities, ranks, replay, ring
 from fps_jax.types import Step
 
 CAPACITY, STREAMS, N_STEP, BATCH, DECAY = 12, 2, 2, 6, 0.9
@@ -134,7 +134,7 @@ class Twin:
         assert state.num_usable == sum(usable)
         assert state.num_rejected == self.rejected
         assert state.num_updates == self.updates
-        weights = np.asarray(state.sampler.weights[0]).reshape(-1)[:CAPACITY]
+        weights = np.asarray(state.sampler.weights).reshape(-1)[:CAPACITY]
         expected = [
             self.slots[slot]["priority"] ** self.exponent if usable[slot] else 0.0
             for slot in range(CAPACITY)
@@ -292,31 +292,31 @@ def test_new_items_get_the_priority_that_was_asked_for(new_priority, expected):
         state = this.update(state, sample.ticket, jnp.array([seen]))
     state = this.update(state, sample.ticket, jnp.array([3.0]))
     state = this.add(state, jnp.array([5], jnp.int32))
-    weight = state.sampler.weights[0].reshape(-1)[2]
+    weight = state.sampler.weights.reshape(-1)[2]
     np.testing.assert_allclose(weight, expected**0.5, rtol=1e-5)
 
 
 def test_the_highest_priority_of_an_empty_buffer_is_1():
     this = of_items("proportional", new_priority="highest")
     state = this.add(this.of.init(jnp.int32(0)), jnp.zeros(1, jnp.int32))
-    np.testing.assert_array_equal(
-        this.of.sample(state, jax.random.key(0), batch_size=1)[1].probability, 1
-    )
+    _, sample = this.sample(state, jax.random.key(0), batch_size=1)
+    np.testing.assert_array_equal(sample.probability, 1)
 
 
 def test_what_is_evicted_is_what_is_easy_and_old():
     score = functools.partial(priorities.eviction_score, age_coef=0.0)
     priority = [5, 1, 4, 3, 2, 9, 8, 7]
+    kept = lambda this, state: set(
+        np.asarray(this.sample(state, jax.random.key(0), batch_size=400)[1].items)
+    )
     this, state = filled("proportional", priority, eviction=score, exponent=1.0)
     state = this.add(state, jnp.array([100, 101], jnp.int32), jnp.array([6.0, 6.0]))
     np.testing.assert_array_equal(state.cursor.size, 8)
-    kept = np.asarray(this.of.sample(state, jax.random.key(0), batch_size=400)[1].items)
-    assert set(kept) == {0, 2, 3, 5, 6, 7, 100, 101}
+    assert kept(this, state) == {0, 2, 3, 5, 6, 7, 100, 101}
     old = functools.partial(priorities.eviction_score, age_coef=1e6)
     this, state = filled("proportional", priority, eviction=old, exponent=1.0)
     state = this.add(state, jnp.array([100, 101], jnp.int32))
-    kept = np.asarray(this.of.sample(state, jax.random.key(0), batch_size=400)[1].items)
-    assert set(kept) == {2, 3, 4, 5, 6, 7, 100, 101}
+    assert kept(this, state) == {2, 3, 4, 5, 6, 7, 100, 101}
 
 
 # ------------------------------------------------------------------------------- limits
@@ -341,10 +341,11 @@ def test_steps_that_all_wait_do_not_keep_others_out():
     storage = ring.transitions(12, num_streams=4)
     of = replay.uniform(storage, limiter=limiter.limiter(8.0, tolerance=4.0))
     batch = steps(np.random.default_rng(0), 4)._replace(is_valid=np.ones(4, bool))
-    state = of.add(of.init(EXAMPLE), jax.tree.map(jnp.asarray, batch))
+    add = jax.jit(of.add)
+    state = add(of.init(EXAMPLE), batch)
     assert state.balance > 4.0
     assert of.can_add(state) & ~of.can_sample(state, 1)
-    state = of.add(state, jax.tree.map(jnp.asarray, batch))
+    state = add(state, batch)
     assert ~of.can_add(state) & of.can_sample(state, 1)
 
 
@@ -374,8 +375,13 @@ def test_options_that_do_not_fit_are_refused():
     oldest = lambda priority, age: age.astype(jnp.float32)
     with pytest.raises(ValueError, match="eviction must be None"):
         replay.uniform(ring.transitions(4), eviction=oldest)
-    with pytest.raises(ValueError, match="sort_period None must be 1"):
-        replay.rank_based(ring.items(4), eviction=oldest)
+    with pytest.raises(ValueError, match="sort_period 3 must be 1 with eviction"):
+        replay.rank_based(ring.items(3000), eviction=oldest)
+    ranked = ranks.rank_based(4, exponent=0.7, largest_write=4, sort_period=0)
+    with pytest.raises(ValueError, match="sort_period 0 must be 1 with eviction"):
+        replay.replay(ring.items(4), ranked, eviction=oldest)
+    with pytest.raises(ValueError, match=r"min_size 5 must be in \[1, 4\]"):
+        replay.uniform(ring.items(4), limiter=limiter.limiter(1.0, min_size=5))
     with pytest.raises(TypeError, match="alpha"):
         replay.proportional(ring.items(4), alpha=0.5)
     this, state = filled("greedy", [1, 2])
@@ -427,7 +433,13 @@ def test_a_scan_and_a_population_do_what_single_calls_do(name):
 @pytest.mark.parametrize("size", [1, 32])
 def test_nothing_of_the_buffers_size_is_allocated(name, size):
     capacity = 2**14
-    options = {"sort_period": 0} if name == "rank_based" else {}
+    options = {
+        "proportional": {
+            "normalize": "buffer",
+            "new_priority": "highest",
+        },  # All trees.
+        "rank_based": {"sort_period": 0},
+    }.get(name, {})
     this = of_items(name, capacity, notes=NOTES, **options)
     state = jax.eval_shape(this.of.init, jnp.zeros(8))
     key = jax.eval_shape(lambda: jax.random.key(0))

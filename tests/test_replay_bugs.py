@@ -12,7 +12,7 @@ import pytest
 
 from fps_jax.replay import priorities, replay, ring
 from fps_jax.replay.states import Ticket
-from fps_jax.replay.sum_tree import SPREADS, draw, find, spread_targets, sum_tree
+from fps_jax.replay.sum_tree import SPREADS, find, spread_targets, sum_tree
 
 KINDS = ("uniform", "proportional", "rank_based", "greedy")
 HIGHEST = {"new_priority": "highest"}
@@ -75,9 +75,14 @@ def ticket(slots):
     return Ticket(jnp.zeros_like(slots), slots, slots.astype(jnp.uint32), is_valid)
 
 
+def draw(of, tree, key, size, spread="stratified"):
+    """Leaves in proportion to their weights."""
+    return find(of, tree, *spread_targets(key, of.root(tree), size, spread))
+
+
 def weights(state, count=8):
     """Leaves of the sum-tree."""
-    return np.asarray(state.sampler.weights[0]).reshape(-1)[:count]
+    return np.asarray(state.sampler.weights).reshape(-1)[:count]
 
 
 # ------------------------------------------------------------------- rounding and draws
@@ -171,10 +176,12 @@ def test_none_of_ten_million_items_is_out_of_reach(spread):
 
 
 def test_what_is_finer_than_a_float_is_not_lost_on_the_way_down():
-    # jax-ml/jax #26974: leaves of a quarter, behind one of 2^24.
-    tree = sum_tree(32).build(jnp.zeros(32).at[0].set(2.0**24).at[16:20].set(0.25))
+    # jax-ml/jax #26974: leaves of a quarter, behind one of nearly 2^24.
+    of, large = sum_tree(32), 2.0**24 - 1.0
+    tree = of.build(jnp.zeros(32).at[0].set(large).at[16:20].set(0.25))
     fine = jnp.array([0.1, 0.3, 0.6, 0.8])
-    found = jax.jit(find)(tree, jnp.full(4, 2.0**24), fine)
+    search = jax.jit(functools.partial(find, of))
+    found = search(tree, jnp.full(4, large), fine)
     np.testing.assert_array_equal(found, [16, 17, 18, 19])
 
 
@@ -197,8 +204,9 @@ def test_an_odd_capacity_keeps_the_order_and_ends_with_the_last_leaf():
     sample = this.draws(this.holding(1, 2, 3), size=6)
     np.testing.assert_array_equal(sample.items, [0, 1, 1, 2, 2, 2])
     for capacity in (3, 5, 7):
-        tree = sum_tree(capacity, fan_out=2).build(jnp.ones(capacity))
-        found = jax.jit(find)(tree, jnp.arange(9.0))
+        of = sum_tree(capacity, fan_out=2)
+        search = jax.jit(functools.partial(find, of))
+        found = search(of.build(jnp.ones(capacity)), jnp.arange(9.0))
         np.testing.assert_array_equal(found, np.minimum(np.arange(9), capacity - 1))
 
 

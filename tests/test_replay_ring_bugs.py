@@ -272,5 +272,5 @@ def test_rows_that_are_left_out_do_not_touch_the_last_slot():
     last = ticket._replace(is_valid=ticket.slot == N - 1)
     after = this.update(state, last, priority)
     expected = np.append(np.ones(N - 1), 9**0.6)
-    leaves = np.asarray(after.sampler.weights[0]).reshape(-1)[:N]
+    leaves = np.asarray(after.sampler.weights).reshape(-1)[:N]
     np.testing.assert_allclose(leaves, expected, rtol=1e-6)

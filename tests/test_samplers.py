@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from fps_jax.replay import replay, ring, samplers, sharding
+from fps_jax.replay import queue, replay, ring, samplers, sharding
 from fps_jax.replay.samplers import LARGEST, SMALLEST, Pool, to_weight
 from fps_jax.replay.states import Ticket
 from fps_jax.types import Step
@@ -289,7 +289,7 @@ def of_exponents():
         of = replay.proportional(ring.items(N), exponent=exponent)
         state = of.add(of.init(jnp.float32(0)), jnp.zeros(N), priority)
         sample = lambda key: of.sample(state, key, batch_size=BATCH)[1]
-        return state.sampler.weights[0].reshape(-1)[:N], jax.vmap(sample)(keys)
+        return state.sampler.weights.reshape(-1)[:N], jax.vmap(sample)(keys)
 
     return jax.jit(jax.vmap(draw))
 
@@ -568,73 +568,6 @@ def test_a_compiled_loop_does_what_its_steps_do_one_by_one():
     jax.tree.map(np.testing.assert_array_equal, state, last)
 
 
-# ------------------------------------------------------------------------------- greedy
-
-
-@pytest.mark.parametrize(
-    ("capacity", "size"), [(1, 3), (3, 2), (5, 5), (17, 6), (17, 40), (70, 9)]
-)
-def test_the_largest_leaves_are_those_of_a_sorted_list(capacity, size):
-    most = samplers.array_tree(
-        capacity, fan_out=4, combine=jnp.maximum, neutral=-jnp.inf
-    )
-    find = jax.jit(lambda leaves: samplers.largest(most.build(leaves), size))
-    rng = np.random.default_rng(capacity)
-    for how in ("different", "ties", "some"):
-        leaves = rng.standard_normal(capacity).astype(np.float32)
-        if how == "ties":
-            leaves = np.round(leaves)
-        if how == "some":
-            leaves[rng.random(capacity) < 0.5] = -np.inf
-        value, index = map(np.asarray, find(leaves))
-        expected = np.sort(leaves)[::-1][:size]
-        missing = np.full(size - len(expected), -np.inf)
-        np.testing.assert_array_equal(value, np.append(expected, missing))
-        there = value > -np.inf
-        np.testing.assert_array_equal(leaves[index[there]], value[there])
-        assert len(set(index[there].tolist())) == there.sum()
-        np.testing.assert_array_equal(find(leaves)[1], index)
-
-
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 10**6))
-def test_after_random_updates_the_largest_priorities_are_drawn_in_order(seed):
-    of, write, update, draw = compiled_greedy()
-    rng = np.random.default_rng(seed)
-    priority, usable = np.zeros(N, np.float32), np.zeros(N, bool)
-    state = of.init()
-    for _ in range(5):
-        new = rng.standard_normal(3).astype(np.float32).round(1)  # Negative ones, ties.
-        start, flags = int(rng.integers(N)), rng.random(3) < 0.7
-        state = write(state, np.int32(start), new, flags)
-        place = (start + np.arange(3)) % N
-        priority[place], usable[place] = new, flags
-        if usable.any():
-            slots = rng.choice(np.append(np.flatnonzero(usable), -1), 3)
-            state = update(state, slots.astype(np.int32), -new)
-            for slot, value in zip(slots, -new):
-                if slot >= 0:
-                    priority[slot] = value
-    draws = jax.tree.map(np.asarray, draw(state, usable))
-    best = np.sort(priority[usable])[::-1]
-    np.testing.assert_array_equal(draws.is_valid, np.arange(2 * N) < len(best))
-    slot = draws.slot[draws.is_valid]
-    np.testing.assert_array_equal(priority[slot], best)
-    assert set(slot.tolist()) == set(np.flatnonzero(usable).tolist())
-    assert np.all(np.isfinite(draws.probability))
-
-
-@functools.cache
-def compiled_greedy():
-    """A greedy sampler; it is asked for twice as many as there can be."""
-    of = samplers.greedy(N, fan_out=4)
-
-    def draw(state, usable):
-        return of.draw(state, pool_of(usable), jax.random.key(0), 2 * N, None)[1]
-
-    return of, *map(jax.jit, (of.write, of.update, draw))
-
-
 # ------------------------------------------------------------------------------ devices
 
 SHARD, UNIFORM_FRACTION = 6, {"uniform": 1.0, "stratified": 0.0, "mixed": 0.3}
@@ -652,7 +585,7 @@ def drawn_together(priority, usable, keys):
         if name == "uniform":
             of = samplers.uniform(SHARD)
         elif name == "greedy":
-            of = samplers.greedy(SHARD, fan_out=4)
+            of = queue.greedy(SHARD, fan_out=4)
         else:
             fraction = UNIFORM_FRACTION[name]
             of = samplers.proportional(

@@ -124,7 +124,7 @@ def test_what_was_drawn_is_told_to_its_owner(backend):
         np.asarray(samples.items["number"]).reshape(-1), worth.reshape(-1)
     ):
         expected[number] = value
-    leaves = np.asarray(states.sampler.weights[0]).reshape(DEVICES, -1)[:, :CAPACITY]
+    leaves = np.asarray(states.sampler.weights).reshape(DEVICES, -1)[:, :CAPACITY]
     np.testing.assert_allclose(leaves.reshape(-1), expected, rtol=1e-6)
     np.testing.assert_array_equal(states.maximum, worth.max())
     np.testing.assert_array_equal(states.num_rejected, 0)
@@ -159,7 +159,7 @@ def test_each_may_draw_from_its_own_and_send_nothing(backend):
     slots = np.asarray(samples.ticket.slot)
     assert not np.array_equal(slots[0], slots[1])
     states, samples = turn(PRIORITIES, keys_of(3), np.full((4, SIZE), 50, np.float32))
-    leaves = np.asarray(states.sampler.weights[0]).reshape(DEVICES, -1)
+    leaves = np.asarray(states.sampler.weights).reshape(DEVICES, -1)
     for device, slots in enumerate(np.asarray(samples.ticket.slot)):
         is_told = np.isclose(leaves[device], 50**EXPONENT)
         np.testing.assert_array_equal(np.flatnonzero(is_told), np.unique(slots))

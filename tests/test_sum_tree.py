@@ -1,7 +1,6 @@
 """The sum-tree against a plain list of leaves, in float64, under random operations."""
 
 import functools
-import itertools
 import re
 
 import jax
@@ -14,10 +13,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fps_jax.replay.sum_tree import (
-    draw,
     draw_without_replacement,
     find,
     prefix,
+    spread_targets,
     sum_tree,
 )
 
@@ -31,9 +30,16 @@ class Compiled:
 
     def __init__(self, capacity, fan_out=FAN_OUT):
         self.capacity, self.of = capacity, sum_tree(capacity, fan_out=fan_out)
-        self.update, self.write, self.find, self.build = map(
-            jax.jit, (self.of.update, self.of.write, find, self.of.build)
+        self.update, self.write, self.build = map(
+            jax.jit, (self.of.update, self.of.write, self.of.build)
         )
+        self.root, self.get = jax.jit(self.of.root), jax.jit(self.of.get)
+        self.find = jax.jit(functools.partial(find, self.of))
+
+    def draw(self, tree, key, size, spread):
+        """Leaves in proportion to their weights."""
+        total = self.of.root(tree)
+        return find(self.of, tree, *spread_targets(key, total, size, spread))
 
     def random(self, seed=0, zeros=0.0):
         """A tree of heavy-tailed weights, and those weights."""
@@ -46,17 +52,18 @@ class Compiled:
 compiled_tree = functools.cache(Compiled)
 
 
-def expect_sound(tree, leaves):
+def expect_sound(this, tree, leaves):
     """The leaves are these, and every node is bitwise the sum of its row."""
-    np.testing.assert_array_equal(tree[0].reshape(-1)[: len(leaves)], leaves)
-    np.testing.assert_array_equal(tree[0].reshape(-1)[len(leaves) :], 0)
-    for level, above in itertools.pairwise(tree):
-        total = np.float32(0)
-        for column in np.asarray(level).T:
-            total = total + column
-        padding = above.size - len(total)
-        np.testing.assert_array_equal(above.reshape(-1), np.pad(total, (0, padding)))
-    assert tree[-1].shape[0] == 1
+    below = np.asarray(leaves)
+    levels = np.split(np.asarray(tree), this.of.starts[1:])
+    for level in levels:
+        padding = level.size - len(below)
+        np.testing.assert_array_equal(level.reshape(-1), np.pad(below, (0, padding)))
+        below = np.float32(0)
+        for column in level.T:
+            below = below + column
+    np.testing.assert_array_equal(this.root(tree), below[0])
+    assert len(levels[-1]) == 1
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -78,14 +85,14 @@ def test_random_operations_do_what_they_do_to_a_list(capacity, seed):
             start = int(rng.integers(capacity))
             tree = this.write(tree, np.int32(start), value)
             leaves[(start + np.arange(len(value))) % capacity] = value
-        expect_sound(tree, leaves)
+        expect_sound(this, tree, leaves)
         np.testing.assert_allclose(
-            this.of.root(tree), leaves.sum(dtype=np.float64), rtol=1e-5
+            this.root(tree), leaves.sum(dtype=np.float64), rtol=1e-5
         )
     np.testing.assert_array_equal(this.of.leaves(tree), leaves)
-    expect_sound(this.build(leaves), leaves)
+    expect_sound(this, this.build(leaves), leaves)
     where = rng.integers(0, capacity, BATCH).astype(np.int32)
-    np.testing.assert_array_equal(this.of.get(tree, where), leaves[where])
+    np.testing.assert_array_equal(this.get(tree, where), leaves[where])
 
 
 def test_a_million_updates_leave_no_drift():
@@ -99,7 +106,7 @@ def test_a_million_updates_leave_no_drift():
 
     keys = jax.random.split(jax.random.key(0), 1000)
     tree, _ = jax.jit(lambda tree: jax.lax.scan(step, tree, keys))(this.of.init())
-    expect_sound(tree, np.asarray(this.of.leaves(tree)))
+    expect_sound(this, tree, np.asarray(this.of.leaves(tree)))
 
 
 # --------------------------------------------------------------------------- searching
@@ -123,7 +130,7 @@ def test_no_target_finds_an_empty_leaf(capacity, seed):
     this = compiled_tree(capacity)
     tree, weights = this.random(seed, zeros=0.6)
     ends = np.cumsum(weights)
-    total = np.asarray(this.of.root(tree))
+    total = np.asarray(this.root(tree))
     edges = np.concatenate(
         [[0, total, 2 * total], ends, np.cumsum(np.float64(weights))]
     )
@@ -163,7 +170,8 @@ def test_a_prefix_is_the_sum_of_the_first_leaves(capacity):
     this = compiled_tree(capacity)
     weights = np.random.default_rng(capacity).integers(0, 9, capacity)
     tree, sums = this.build(np.float32(weights)), np.cumsum(weights)
-    first = jax.jit(jax.vmap(prefix, (None, 0)))(tree, np.arange(capacity + 1))
+    first = jax.vmap(functools.partial(prefix, this.of, tree))
+    first = jax.jit(first)(np.arange(capacity + 1))
     np.testing.assert_array_equal(first, np.append(0, sums))
 
 
@@ -211,7 +219,7 @@ def draws(spread, size, times):
     """``[times, size]`` indices of `WEIGHTS`."""
     this = compiled_tree(len(WEIGHTS))
     tree = this.build(WEIGHTS)
-    one = lambda key: draw(this.of, tree, key, size, spread=spread)
+    one = lambda key: this.draw(tree, key, size, spread)
     keys = jax.random.split(jax.random.key(1), times)
     return np.asarray(jax.jit(jax.vmap(one))(keys))
 
@@ -253,7 +261,7 @@ def test_ten_million_equal_leaves_are_equally_likely():
     this = compiled_tree(capacity, 16)
     tree = this.build(np.ones(capacity, np.float32))
     found = np.asarray(
-        jax.jit(lambda key: draw(this.of, tree, key, size, spread="independent"))(
+        jax.jit(lambda key: this.draw(tree, key, size, "independent"))(
             jax.random.key(2)
         )
     ).astype(np.int64)
@@ -270,7 +278,7 @@ def test_no_bit_of_a_target_is_always_zero():
     this = compiled_tree(capacity, 16)
     tree = this.build(np.ones(capacity, np.float32))
     for spread in ("independent", "stratified"):
-        one = lambda key, spread=spread: draw(this.of, tree, key, size, spread=spread)
+        one = lambda key, spread=spread: this.draw(tree, key, size, spread)
         found = np.asarray(jax.jit(one)(jax.random.key(5)))
         for bit in range(3):
             share = np.mean(found >> bit & 1)
@@ -327,7 +335,7 @@ def test_each_device_has_a_tree_of_its_own(backend):
     targets = np.random.default_rng(0).random((4, BATCH)).astype(np.float32)
 
     def search(tree, targets):
-        return find(tree, targets * this.of.root(tree))
+        return find(this.of, tree, targets * this.of.root(tree))
 
     found = over_devices(search, backend)(stacked, targets)
     for i in range(4):
@@ -373,7 +381,7 @@ def _computations_of_scatters(text):
     ("options", "message"),
     [
         ({"capacity": 0}, "capacity 0 must be at least 1"),
-        ({"capacity": 2**31}, "capacity 2147483648 must be below"),
+        ({"capacity": 2**31}, "capacity 2147483648 must have below"),
         ({"capacity": 4, "fan_out": 1}, "fan_out 1 must be at least 2"),
     ],
 )
@@ -388,8 +396,8 @@ def test_an_impossible_draw_is_refused():
     with pytest.raises(ValueError, match="size 4 must be in"):
         draw_without_replacement(this.of, tree, key, 4)
     with pytest.raises(ValueError, match="size 0 must be at least 1"):
-        draw(this.of, tree, key, 0)
+        this.draw(tree, key, 0, "stratified")
     with pytest.raises(ValueError, match="values 4 must be in"):
         this.of.write(tree, jnp.zeros((), jnp.int32), jnp.ones(4))
     with pytest.raises(ValueError, match="spread 'even' must be one of stratified"):
-        draw(this.of, tree, key, 2, spread="even")
+        this.draw(tree, key, 2, "even")

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from fps_jax import checks
 from fps_jax.replay import priorities, ring, sharding
@@ -21,7 +21,7 @@ def init(parts: Parts, example: Any) -> ReplayState:
       parts: of the replay.
       example: one item, without the axis B; shapes and dtypes are enough.
     """
-    rows = parts.rows
+    rows, waiting = parts.rows, parts.waiting
     noted = {
         "last_td_error": rows.init(jnp.float32(0), jnp.nan),
         "times_replayed": rows.init(jnp.int32(0)),
@@ -34,12 +34,12 @@ def init(parts: Parts, example: Any) -> ReplayState:
         serial=rows.init(jnp.uint32(0)),
         is_usable=rows.init(jnp.bool_(False)),
         num_usable=jnp.int32(0),
-        pending=(jnp.zeros(parts.waiting), jnp.zeros(parts.waiting, bool)),
+        pending=(jnp.zeros(waiting), jnp.zeros(waiting, bool)) if waiting else (),
         sampler=parts.sampler.init(),
         maximum=jnp.float32(1.0),
         num_updates=jnp.uint32(0),
         num_rejected=jnp.uint32(0),
-        balance=jnp.float32(0.0),
+        balance=() if parts.limiter is None else parts.limiter.init(),
         notes={name: noted[name] for name in parts.notes},
     )
 
@@ -66,9 +66,8 @@ def add(
       ValueError: if there are too many items.
     """
     count = jax.tree.leaves(items)[0].shape[0]
-    capacity = parts.storage.capacity
     checks.number("an add, with largest_add, of", count, 0, parts.storage.largest_add)
-    room = capacity - parts.waiting
+    room = parts.storage.capacity - parts.waiting
     checks.number("an add, beside the steps that wait, of", count, 0, room)
     new = jnp.full(count, _of_new(parts, state, axis_name))
     if priority is not None:
@@ -84,12 +83,31 @@ def add(
     if parts.limiter is not None:
         balance = parts.limiter.added(state.balance, state.cursor.size, count)
         state = state._replace(balance=balance)
-    put = _in_place_of_the_oldest if parts.eviction is None else _in_place_of_the_worst
-    usable = parts.storage.usable(items)
-    state = alone(lambda state: put(parts, state, items, new, usable), state)
+    return alone(lambda state: _put(parts, state, items, new), state)
+
+
+def _put(
+    parts: Parts, state: ReplayState, items: Any, new: Float[Array, " B"]
+) -> ReplayState:
+    """Writes the items at the head, or where eviction says."""
+    count, head, usable = new.size, state.cursor.head, parts.storage.usable(items)
+    if parts.eviction is None:
+        memory = parts.storage.add(state.memory, state.cursor, items)
+        write = lambda kept, fresh: parts.rows.write(kept, head, fresh)
+        state = _at_the_head(parts, state, new, usable)
+    else:
+        assert parts.storage.put is not None
+        slots = _worst(parts, state, count)
+        memory = parts.storage.put(state.memory, slots, items)
+        write = lambda kept, fresh: parts.rows.put(kept, slots, fresh)
+        state = _at_slots(parts, state, slots, new, usable)
+    serial = state.added + jnp.arange(count, dtype=jnp.uint32)
     return state._replace(
-        cursor=ring.advance(state.cursor, count, capacity),
+        memory=memory,
+        cursor=ring.advance(state.cursor, count, parts.storage.capacity),
         added=state.added + jnp.uint32(count),
+        serial=write(state.serial, serial),
+        notes=_of_fresh(state, write, count),
     )
 
 
@@ -131,68 +149,59 @@ def _of_new(
     return jnp.where(highest > 0.0, highest, 1.0)
 
 
-def _in_place_of_the_oldest(
-    parts: Parts,
-    state: ReplayState,
-    items: Any,
-    new: Float[Array, " B"],
-    usable: Bool[Array, " B"],
+def _at_the_head(
+    parts: Parts, state: ReplayState, new: Float[Array, " B"], usable: Bool[Array, " B"]
 ) -> ReplayState:
-    """Writes at the head; what has waited long enough may be drawn from now on."""
-    rows, waiting = parts.rows, parts.waiting
-    count = new.size
-    ready, is_ready = (
-        jnp.concatenate(pair) for pair in zip(state.pending, (new, usable))
-    )
-    pending = ready[count:], is_ready[count:]
-    ready = jnp.append(ready[:count], jnp.zeros(waiting))
-    is_ready = jnp.append(is_ready[:count], jnp.zeros(waiting, bool))
-    start = (state.cursor.head - waiting) % parts.storage.capacity
-    is_usable, replaced = rows.flag(state.is_usable, start, is_ready)
-    write = lambda kept, fresh: rows.write(kept, state.cursor.head, fresh)
+    """What has waited long enough may be drawn from now on, and the oldest no more."""
+    ready, is_ready, pending = _after_waiting(state.pending, new, usable)
+    start = (state.cursor.head - parts.waiting) % parts.storage.capacity
+    is_usable, replaced = parts.rows.flag(state.is_usable, start, is_ready)
     return state._replace(
-        memory=parts.storage.add(state.memory, state.cursor, items),
-        serial=write(state.serial, _serials(state, count)),
         is_usable=is_usable,
         num_usable=state.num_usable + _count(is_ready) - replaced,
         pending=pending,
         sampler=parts.sampler.write(state.sampler, start, ready, is_ready),
-        notes=_of_fresh(state, write, count),
     )
 
 
-def _in_place_of_the_worst(
+def _after_waiting(
+    pending: Any, new: Float[Array, " B"], usable: Bool[Array, " B"]
+) -> tuple[Float[Array, " _"], Bool[Array, " _"], Any]:
+    """What is known of the slots that change, and what waits now."""
+    if not pending:
+        return new, usable, ()
+    priority, is_usable = (jnp.concatenate(x) for x in zip(pending, (new, usable)))
+    ready = jnp.zeros_like(priority).at[: new.size].set(priority[: new.size])
+    is_ready = is_usable & (jnp.arange(is_usable.size) < new.size)
+    return ready, is_ready, (priority[new.size :], is_usable[new.size :])
+
+
+def _worst(parts: Parts, state: ReplayState, count: int) -> Int[Array, " B"]:
+    """Slots where nothing is yet, and then those that eviction says."""
+    assert parts.eviction is not None
+    age = state.added - parts.rows.all(state.serial)
+    score = parts.eviction(parts.sampler.priority(state.sampler, None), age)
+    is_empty = jnp.arange(parts.storage.capacity) >= state.cursor.size
+    return jax.lax.top_k(jnp.where(is_empty, jnp.inf, score), count)[1]
+
+
+def _at_slots(
     parts: Parts,
     state: ReplayState,
-    items: Any,
+    slots: Int[Array, " B"],
     new: Float[Array, " B"],
     usable: Bool[Array, " B"],
 ) -> ReplayState:
-    """Writes where nothing is yet, and then where eviction says."""
-    assert parts.eviction is not None
-    assert parts.storage.put is not None
-    rows, capacity = parts.rows, parts.storage.capacity
-    age = state.added - rows.all(state.serial)
-    score = parts.eviction(parts.sampler.priority(state.sampler, None), age)
-    is_empty = jnp.arange(capacity) >= state.cursor.size
-    _, slots = jax.lax.top_k(jnp.where(is_empty, jnp.inf, score), new.size)
-    replaced = rows.read(state.is_usable, slots)
-    write = lambda kept, fresh: rows.put(kept, slots, fresh)
+    """What is new may be drawn at once, and what was in its slots no more."""
+    replaced = parts.rows.read(state.is_usable, slots)
     return state._replace(
-        memory=parts.storage.put(state.memory, slots, items),
-        serial=write(state.serial, _serials(state, new.size)),
-        is_usable=write(state.is_usable, usable),
+        is_usable=parts.rows.put(state.is_usable, slots, usable),
         num_usable=state.num_usable + _count(usable) - _count(replaced),
         sampler=parts.sampler.update(state.sampler, slots, new),
-        notes=_of_fresh(state, write, new.size),
     )
 
 
-def _serials(state: ReplayState, count: int) -> Array:
-    return state.added + jnp.arange(count, dtype=jnp.uint32)
-
-
-def _count(flags: Bool[Array, " B"]) -> Array:
+def _count(flags: Bool[Array, " B"]) -> Int[Array, ""]:
     return jnp.sum(flags, dtype=jnp.int32)
 
 

@@ -55,9 +55,15 @@ def sample(
     drawn, draws = parts.sampler.draw(state.sampler, pool, key, size, together)
     is_own = draws.shard == sharding.own(together)
     slot = jnp.where(is_own, draws.slot, 0)
+    # Each device drawing for itself, an item is its shard's with a chance of 1 / D.
+    apart = 1.0 if together == axis_name else 1.0 / sharding.count(axis_name)
+    lowest = None
+    if parts.normalize == "buffer":
+        lowest = apart * parts.sampler.lowest_probability(drawn, pool, together)
     read = lambda kept: parts.rows.read(kept, slot)
-    draws, serial, notes = _awaited(
-        (draws, read(state.serial), jax.tree.map(read, state.notes)), pool.num_usable
+    serial, notes = read(state.serial), jax.tree.map(read, state.notes)
+    draws, lowest, serial, notes = _awaited(
+        (draws, lowest, serial, notes), pool.num_usable
     )
     serial, notes = sharding.deal((serial, notes), is_own, together)
     items = parts.storage.get(state.memory, state.cursor, slot, **reading)
@@ -67,11 +73,6 @@ def sample(
         is_intact = sharding.of_owners(is_intact, is_own, together)
         draws = draws._replace(is_valid=draws.is_valid & is_intact)
     draws = sharding.part(draws, together)
-    # Each device drawing for itself, an item is its shard's with a chance of 1 / D.
-    apart = 1.0 if together == axis_name else 1.0 / sharding.count(axis_name)
-    lowest = None
-    if parts.normalize == "buffer":
-        lowest = apart * parts.sampler.lowest_probability(drawn, pool, together)
     weights = priorities.importance_weights(
         apart * draws.probability,
         sharding.add_up(state.num_usable, axis_name),

@@ -19,6 +19,7 @@ class Limiter(NamedTuple):
     """Functions of a balance, in samples.
 
     Attributes:
+      min_size: items that must be there before any is drawn.
       init: ``init() -> balance``.
       added: ``added(balance, size, count) -> balance``, after `count` items came to the
         `size` that were there.
@@ -28,6 +29,7 @@ class Limiter(NamedTuple):
       may_add: ``may_add(balance, size) -> bool``.
     """
 
+    min_size: int | Int[Array, ""]
     init: Callable[[], Float[Array, ""]]
     added: Callable[[Float[Array, ""], Int[Array, ""], int], Float[Array, ""]]
     sampled: Callable[[Float[Array, ""], int], Float[Array, ""]]
@@ -67,6 +69,7 @@ def limiter(
         return (size >= min_size) & (balance - count >= -slack)
 
     return Limiter(
+        min_size=min_size,
         init=lambda: jnp.float32(0.0),
         added=added,
         sampled=lambda balance, count: balance - count,

@@ -148,8 +148,9 @@ def rank_based(
         state = sort_if_due(state, pool, axis_name)
         top = num_shards * num_fresh(state, pool)
         num_ranks = top + state.num_ordered
-        total = prefix(state.by_rank, num_ranks)
-        rank = find(state.by_rank, *spread_targets(key, total, size, spread))
+        total = prefix(ranks, state.by_rank, num_ranks)
+        targets = spread_targets(key, total, size, spread)
+        rank = find(ranks, state.by_rank, *targets)
         rank = jnp.minimum(rank, jnp.maximum(num_ranks - 1, 0))
         fresh_slot = (pool.head - 1 - pool.skipped - rank // num_shards) % capacity
         item = state.order[jnp.clip(rank - top, 0, num_items - 1)]
@@ -187,7 +188,7 @@ def rank_based(
     def lowest_probability(state: RankBased, pool: Pool, axis_name):
         num_ranks = num_shards * num_fresh(state, pool) + state.num_ordered
         last = ranks.get(state.by_rank, jnp.maximum(num_ranks - 1, 0))
-        total = prefix(state.by_rank, num_ranks)
+        total = prefix(ranks, state.by_rank, num_ranks)
         return last / jnp.where(total > 0.0, total, 1.0)
 
     return Sampler(
@@ -204,6 +205,7 @@ def rank_based(
         rebuild=rebuild,
         largest=lambda state: jnp.max(rows.all(state.priority)),
         lowest_probability=lowest_probability,
+        sort_period=sort_period,
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Bool, Float
 
 from fps_jax import checks
-from fps_jax.replay import adding, drawing, priorities, ranks, samplers
+from fps_jax.replay import adding, drawing, priorities, queue, ranks, samplers
 from fps_jax.replay.limiter import Limiter
 from fps_jax.replay.ring import Storage
 from fps_jax.replay.samplers import Sampler
@@ -110,6 +110,10 @@ def replay(
         checks.choice("notes", note, NOTES)
     if eviction is not None and storage.put is None:
         raise ValueError("eviction must be None for a storage of steps that follow.")
+    if eviction is not None and sampler.sort_period not in (None, 1):
+        raise ValueError(f"sort_period {sampler.sort_period} must be 1 with eviction.")
+    if limiter is not None:
+        checks.number("min_size", limiter.min_size, 1, storage.capacity)
     parts = Parts(
         storage=storage,
         sampler=sampler,
@@ -202,10 +206,8 @@ def rank_based(
       **options: see `replay`.
 
     Raises:
-      ValueError: if an option is not what it may be, or eviction needs the exact order.
+      ValueError: if an option is not what it may be.
     """
-    if options.get("eviction") is not None and sort_period != 1:
-        raise ValueError(f"sort_period {sort_period} must be 1 with an eviction.")
     sampler = ranks.rank_based(
         storage.capacity,
         exponent=exponent,
@@ -230,9 +232,7 @@ def greedy(storage: Storage, *, fan_out: int = 16, **options: Any) -> Replay:
     Raises:
       ValueError: if an option is not what it may be.
     """
-    return replay(
-        storage, samplers.greedy(storage.capacity, fan_out=fan_out), **options
-    )
+    return replay(storage, queue.greedy(storage.capacity, fan_out=fan_out), **options)
 
 
 def largest_write(storage: Storage) -> int:

@@ -1,4 +1,4 @@
-"""How slots are drawn: each alike, in proportion to a priority, or the largest first.
+"""How slots are drawn: each alike, or in proportion to a priority.
 
 A sampler knows priorities by their slots, and nothing of what is stored there. Draws
 are the same on every device (see `sharding`).
@@ -83,6 +83,8 @@ class Sampler(NamedTuple):
       largest: ``largest(state)``, the greatest priority of the shard, 0 if empty.
       lowest_probability: ``lowest_probability(state, pool, axis_name)``, the least that
         a draw can have.
+      sort_period: after how many updates the slots are sorted, if they are. Unless it
+        is 1, what was written since must be the newest part of the ring.
     """
 
     only_orders: bool
@@ -94,6 +96,7 @@ class Sampler(NamedTuple):
     rebuild: Callable[..., Any]
     largest: Callable[[Any], Float[Array, ""]]
     lowest_probability: Callable[[Any, Pool, str | None], Float[Array, ""]]
+    sort_period: int | None = None
 
 
 def uniform_draws(
@@ -191,8 +194,8 @@ class Proportional(NamedTuple):
 
     exponent: Float[Array, ""]
     weights: Tree
-    lowest: Tree
-    highest: Tree
+    lowest: Any
+    highest: Any
 
 
 def to_weight(
@@ -298,7 +301,7 @@ def proportional(
         coarse, fine = spread_targets(key, total, size, spread)
         shard, coarse = sharding.locate(own_total, coarse, fine, axis_name)
         is_own = lambda: shard == sharding.own(axis_name)
-        slot = find(state.weights, coarse, fine)
+        slot = find(sums, state.weights, coarse, fine)
         slot = sharding.of_owners(slot, is_own(), axis_name)
         is_valid = jnp.full((size,), total > 0.0)
         if uniform_fraction:
@@ -361,65 +364,3 @@ def proportional(
         largest=highest_priority,
         lowest_probability=lowest_probability,
     )
-
-
-def greedy(capacity: int, *, fan_out: int = 16) -> Sampler:
-    """Draws the largest priorities, each slot once: a priority queue (section 3.2).
-
-    Args:
-      capacity: N.
-      fan_out: K, children of a node.
-    """
-    most = array_tree(capacity, fan_out=fan_out, combine=jnp.maximum, neutral=-jnp.inf)
-    only = lambda priority, is_usable: jnp.where(is_usable, priority, -jnp.inf)
-
-    def draw(state: Tree, pool: Pool, key: Key[Array, ""], size: int, axis_name):
-        value, slot = largest(state, size)
-        shard = jnp.full(slot.shape, sharding.own(axis_name))
-        value, slot, shard = sharding.gather((value, slot, shard), axis_name)
-        value, best = jax.lax.top_k(value, size)
-        probability = jnp.full((size,), alike(pool))
-        return state, Draws(shard[best], slot[best], probability, value > -jnp.inf)
-
-    return Sampler(
-        only_orders=True,
-        init=most.init,
-        write=lambda state, start, priority, is_usable: most.write(
-            state, start, only(priority, is_usable)
-        ),
-        update=most.update,
-        draw=draw,
-        priority=lambda state, slots: (
-            most.leaves(state) if slots is None else most.get(state, slots)
-        ),
-        rebuild=lambda state, pool, priority, is_usable, axis_name: most.build(
-            only(priority, is_usable)
-        ),
-        largest=most.root,
-        lowest_probability=lambda state, pool, axis_name: alike(pool),
-    )
-
-
-def largest(tree: Tree, size: int) -> tuple[Float[Array, " B"], Int[Array, " B"]]:
-    """The largest leaves of a tree of maxima, in order.
-
-    They are below the largest nodes of every level, so those are all that is looked at:
-    ``O(B K log N)``.
-
-    Args:
-      tree: of maxima.
-      size: B; leaves that are not there are given as minus infinity.
-
-    Returns:
-      The leaves and their indices, 0 for those that are not there.
-    """
-    node, value = jnp.zeros(1, jnp.int32), jnp.zeros(1)
-    for level in reversed(tree):
-        fan_out = level.shape[1]
-        # Below what is only padding there is no row.
-        rows = jnp.where(value[:, None] > -jnp.inf, level[node], -jnp.inf).reshape(-1)
-        value, place = jax.lax.top_k(rows, min(size, rows.size))
-        node = node[place // fan_out] * fan_out + place % fan_out
-        node = jnp.where(value > -jnp.inf, node, 0)
-    missing = (0, size - node.size)
-    return jnp.pad(value, missing, constant_values=-jnp.inf), jnp.pad(node, missing)

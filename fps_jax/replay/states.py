@@ -65,13 +65,13 @@ class ReplayState(NamedTuple):
       is_usable: of each slot, whether it may be drawn.
       num_usable: how many may.
       pending: priority and usability of the newest items, which wait for the steps that
-        follow them; each ``[lookahead E]``.
+        follow them; each ``[lookahead E]``; () if none waits.
       sampler: the priorities.
       maximum: the priority of new items, if that is the largest seen.
       num_updates: how often priorities were updated, modulo 2^32.
       num_rejected: priorities that were not stored, being NaN, infinite or negative,
         modulo 2^32.
-      balance: of the limiter.
+      balance: of the limiter; () without one.
       notes: of each slot, by name.
     """
 
@@ -81,12 +81,12 @@ class ReplayState(NamedTuple):
     serial: Rows
     is_usable: Rows
     num_usable: Int[Array, ""]
-    pending: tuple[Float[Array, " w"], Bool[Array, " w"]]
+    pending: Any
     sampler: Any
     maximum: Float[Array, ""]
     num_updates: UInt32[Array, ""]
     num_rejected: UInt32[Array, ""]
-    balance: Float[Array, ""]
+    balance: Any
     notes: dict[str, Rows]
 
 

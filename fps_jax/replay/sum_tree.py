@@ -30,69 +30,79 @@ def sum_tree(capacity: int, *, fan_out: int = 16) -> ArrayTree:
 
 
 def find(
-    tree: Tree, targets: Float[Array, " B"], fine: Float[Array, " B"] | float = 0.0
+    tree_of: ArrayTree,
+    tree: Tree,
+    targets: Float[Array, " B"],
+    fine: Float[Array, " B"] | float = 0.0,
 ) -> Int[Array, " B"]:
     """The leaves in whose piece of ``[0, total)`` the targets are.
 
     That is the first leaf whose running sum is above ``targets + fine``, two numbers so
-    that it can be told more finely than in one. Targets beyond the total find the last
-    leaf above 0; if all leaves are 0 what is found is leaf 0.
+    that it can be told more finely than in one. Targets beyond the total find the leaf
+    that completes it; if all leaves are 0 what is found is leaf 0.
 
     Args:
+      tree_of: functions of the tree.
       tree: of sums.
       targets: the coarse part.
       fine: the rest.
     """
-    node = jnp.zeros(targets.shape, jnp.int32)
-    for level in reversed(tree):
+
+    def into_a_child(above: tuple[Array, Array], start: Int[Array, ""]):
+        node, targets = above
         # A target that was rounded up to the end of a row is now a little below 0.
-        child, left = descend(level[node], jnp.maximum(targets + fine, 0.0))
+        rest = jnp.maximum(targets + fine, 0.0)
+        child, left = descend(tree[start + node], rest)
         # Subtracted from the coarse part, which loses nothing by it.
-        node, targets = node * level.shape[1] + child, targets - left
-    return node
+        return (node * tree.shape[1] + child, targets - left), None
+
+    # A loop, or XLA would search the levels above anew for each level below.
+    top, down = jnp.zeros(targets.shape, jnp.int32), tree_of.starts[::-1]
+    down = jnp.array(down, jnp.int32)
+    return jax.lax.scan(into_a_child, (top, targets), down)[0][0]
 
 
-def prefix(tree: Tree, count: Int[Array, ""]) -> Float[Array, ""]:
+def prefix(tree_of: ArrayTree, tree: Tree, count: Int[Array, ""]) -> Float[Array, ""]:
     """The sum of the first leaves.
 
     Args:
+      tree_of: functions of the tree.
       tree: of sums.
       count: how many leaves, in ``[0, N]``.
     """
     first = lambda row, count: jnp.sum(
         jnp.where(jnp.arange(row.size) < count, row, 0.0)
     )
-    total = jnp.zeros((), tree[0].dtype)
-    for level in tree[:-1]:
-        total += first(level[count // level.shape[1]], count % level.shape[1])
-        count = count // level.shape[1]
-    return total + first(tree[-1][0], count)
+    total = jnp.zeros((), tree.dtype)
+    for start in tree_of.starts[:-1]:
+        row, rest = count // tree.shape[1], count % tree.shape[1]
+        total, count = total + first(tree[start + row], rest), row
+    return total + first(tree[-1], count)
 
 
 def descend(row: Float[Array, "B K"], targets: Float[Array, " B"]):
     """The child that each target is in, and the sum of those left of it.
+
+    It is the first child up to which the running sum is above the target, or is that of
+    the whole row. Before the child it was less: so the child is above 0 if any is.
 
     Args:
       row: the children, ``[B, K]``.
       targets: ``[B]``, from 0 on.
 
     Returns:
-      The child, which is above 0 if any of its row is, and the sum; each ``[B]``.
+      The child and the sum; each ``[B]``.
     """
-    running = jnp.zeros_like(targets)
-    child, left = jnp.zeros(targets.shape, jnp.int32), running
-    last, left_of_last = child, running
-    for k in range(row.shape[1]):
-        is_above_0 = row[:, k] > 0.0
-        last = jnp.where(is_above_0, k, last)
-        left_of_last = jnp.where(is_above_0, running, left_of_last)
-        running = running + row[:, k]
-        is_passed = running <= targets
+    running = [row[:, 0]]
+    for k in range(1, row.shape[1]):
+        running.append(running[-1] + row[:, k])
+    child, left = jnp.zeros(targets.shape, jnp.int32), jnp.zeros_like(targets)
+    for until in running:
+        # Rounding may put a target beyond the sum of its row.
+        is_passed = (until <= targets) & (until < running[-1])
         child = child + is_passed.astype(jnp.int32)
-        left = jnp.where(is_passed, running, left)
-    # Rounding may put a target beyond the sum of its row.
-    is_beyond = child > last
-    return jnp.where(is_beyond, last, child), jnp.where(is_beyond, left_of_last, left)
+        left = jnp.where(is_passed, until, left)
+    return child, left
 
 
 def spread_targets(
@@ -136,29 +146,6 @@ def spread_targets(
     rest = (share - first * 2.0**11 + more) * 2.0**-23
     first = first * 2.0**-12
     return first * high, first * (total - high) + rest * total
-
-
-def draw(
-    tree_of: ArrayTree,
-    tree: Tree,
-    key: Key[Array, ""],
-    size: int,
-    *,
-    spread: str = "stratified",
-) -> Int[Array, " B"]:
-    """Draws leaves with replacement, each in proportion to its weight.
-
-    Args:
-      tree_of: functions of the tree.
-      tree: the weights, not all of them 0.
-      key: spent here.
-      size: B, the number of draws.
-      spread: see `spread_targets`.
-
-    Raises:
-      ValueError: if the spread is unknown or the size below 1.
-    """
-    return find(tree, *spread_targets(key, tree_of.root(tree), size, spread))
 
 
 def draw_without_replacement(

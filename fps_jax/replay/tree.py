@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from fps_jax import checks
 
-Tree = tuple[Float[Array, "_ _"], ...]
-"""Rows of every level, ``[rows, K]``, from the leaves to the single row at the top.
+Tree = Float[Array, "R K"]
+"""Rows of all levels: those of the leaves first, the single row at the top last.
 
 What lies beyond the capacity is neutral: 0 in a sum.
 """
@@ -28,6 +28,7 @@ class ArrayTree(NamedTuple):
     Indices are int32; those outside of ``[0, N)`` are ignored by `update`.
 
     Attributes:
+      starts: where the rows of each level begin, from the leaves up.
       init: ``init() -> tree``, all leaves neutral.
       build: ``build(leaves [N]) -> tree``, in O(N).
       update: ``update(tree, indices [B], values [B]) -> tree``; of equal indices the
@@ -39,6 +40,7 @@ class ArrayTree(NamedTuple):
       get: ``get(tree, indices [B]) -> [B]``, leaves by their indices.
     """
 
+    starts: tuple[int, ...]
     init: Callable[[], Tree]
     build: Callable[[Float[Array, " N"]], Tree]
     update: Callable[[Tree, Int[Array, " B"], Float[Array, " B"]], Tree]
@@ -71,25 +73,23 @@ def array_tree(
     rows = [-(-capacity // fan_out)]
     while rows[-1] > 1:
         rows.append(-(-rows[-1] // fan_out))
-    if rows[0] * fan_out >= 2**31:
-        raise ValueError(f"capacity {capacity} must be below 2^31 - {fan_out}.")
+    starts = tuple(sum(rows[:level]) for level in range(len(rows)))
+    if sum(rows) * fan_out >= 2**31:
+        raise ValueError(f"capacity {capacity} must have below 2^31 nodes.")
 
-    def reduce(level: Float[Array, "rows K"]) -> Float[Array, " rows"]:
-        total = level[:, 0]
+    def reduce(children: Float[Array, "rows K"]) -> Float[Array, " rows"]:
+        total = children[:, 0]
         for k in range(1, fan_out):
-            total = combine(total, level[:, k])
+            total = combine(total, children[:, k])
         return total
-
-    def init() -> Tree:
-        return tuple(jnp.full((r, fan_out), neutral, jnp.float32) for r in rows)
 
     def build(leaves: Float[Array, " N"]) -> Tree:
         levels, values = [], leaves
-        for r in rows:
-            padding = jnp.full(r * fan_out - values.size, neutral, values.dtype)
-            levels.append(jnp.concatenate([values, padding]).reshape(r, fan_out))
+        for count in rows:
+            padding = jnp.full(count * fan_out - values.size, neutral, values.dtype)
+            levels.append(jnp.append(values, padding).reshape(count, fan_out))
             values = reduce(levels[-1])
-        return tuple(levels)
+        return jnp.concatenate(levels)
 
     def update(tree: Tree, indices: Int[Array, " B"], values: Float[Array, " B"]):
         if indices.size == 1:
@@ -97,43 +97,47 @@ def array_tree(
             indices = jnp.append(indices, -1)
             values = jnp.append(values, 0.0)
         indices, place = last_of_equals(indices, capacity)
-        is_kept, values = indices >= 0, values[place]
-        levels = []
-        for level in tree:
-            # What is ignored gets places of its own, outside.
-            outside = level.size + jnp.arange(indices.size, dtype=jnp.int32)
-            place = jnp.where(is_kept, indices, outside)
-            level = level.reshape(-1).at[place].set(values, mode="drop")
-            levels.append(level.reshape(-1, fan_out))
-            indices = indices // fan_out
-            values = reduce(levels[-1][jnp.where(is_kept, indices, 0)])
-        return tuple(levels)
+        is_kept = indices >= 0
+
+        def set_and_reduce(below: tuple[Tree, Array, Array], start: Int[Array, ""]):
+            tree, node, value = below
+            place = jnp.where(is_kept, start * fan_out + node, tree.size)
+            tree = tree.reshape(-1).at[place].set(value, mode="drop")
+            tree, row = tree.reshape(-1, fan_out), node // fan_out
+            return (tree, row, reduce(tree[start + row])), None
+
+        leaf = jnp.where(is_kept, indices, 0)
+        bottom, up = (tree, leaf, values[place]), jnp.array(starts, jnp.int32)
+        return jax.lax.scan(set_and_reduce, bottom, up)[0][0]
 
     def write(tree: Tree, start: Int[Array, ""], values: Float[Array, " B"]) -> Tree:
         checks.number("values", values.size, 0, capacity)
-        levels, length = [], capacity
-        for level in tree:
-            # The rows are a piece of a ring as well, up to two longer at its ends.
-            touched = min(-(-values.size // fan_out) + 2, len(level))
+        length = capacity
+        for first, count in zip(starts, rows):
+            # The rows are a piece of a ring as well, up to two longer at its ends. One
+            # would be a slice to XLA, which copies the whole array.
+            touched = max(min(-(-values.size // fan_out) + 2, count), 2)
             row = start // fan_out + jnp.arange(touched, dtype=jnp.int32)
-            row = row % len(level)
+            row = row % count
             child = jnp.arange(fan_out, dtype=jnp.int32)
             place = row[:, None] * fan_out + child[None]
             position = (place - start) % length
             is_new = (position < values.size) & (place < length)
-            rows = jnp.where(is_new, jnp.append(values, 0.0)[position], level[row])
-            levels.append(level.at[row].set(rows))
-            start, length, values = start // fan_out, len(level), reduce(rows)
-        return tuple(levels)
+            fresh = jnp.append(values, 0.0)[position]
+            fresh = jnp.where(is_new, fresh, tree[first + row])
+            tree = tree.at[first + row].set(fresh)
+            start, length, values = start // fan_out, count, reduce(fresh)
+        return tree
 
     return ArrayTree(
-        init=init,
+        starts=starts,
+        init=lambda: jnp.full((sum(rows), fan_out), neutral, jnp.float32),
         build=build,
         update=update,
         write=write,
-        root=lambda tree: reduce(tree[-1])[0],
-        leaves=lambda tree: tree[0].reshape(-1)[:capacity],
-        get=lambda tree, indices: tree[0].reshape(-1)[indices],
+        root=lambda tree: reduce(tree[-1:])[0],
+        leaves=lambda tree: tree[: rows[0]].reshape(-1)[:capacity],
+        get=lambda tree, indices: tree.reshape(-1)[indices],
     )
 
 

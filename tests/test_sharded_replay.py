@@ -209,3 +209,23 @@ def test_a_rank_based_replay_says_for_how_many_devices_it_is():
         compiled("proportional", "pmap", spread="without_replacement")[1](
             PRIORITIES, keys_of(0)
         )
+
+
+@pytest.mark.parametrize("name", ["uniform", "proportional"])
+def test_a_device_copies_nothing_of_its_shard(name):
+    # What a device returns is reshaped, which XLA once made a part of every write.
+    capacity = 2**14
+    of = getattr(replay, name)(ring.items(capacity, largest_add=32))
+
+    def turn(state, items, key, priority):
+        state, sample = of.sample(of.add(state, items), key, batch_size=32)
+        return of.update(state, sample.ticket, priority), sample
+
+    one = lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+    state = jax.tree.map(one, jax.eval_shape(of.init, jnp.zeros(8)))
+    mapped = jax.pmap(
+        turn, devices=jax.devices()[:1], in_axes=(0, 0, None, 0), donate_argnums=0
+    )
+    inputs = jnp.zeros((1, 32, 8)), jax.random.key(0), jnp.zeros((1, 32))
+    memory = mapped.lower(state, *inputs).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < capacity  # As a byte a slot would be.

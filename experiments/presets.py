@@ -69,7 +69,7 @@ _NO_CRITIC: dict[str, Any] = {
 
 VARIANTS: dict[str, tuple[str, Preset]] = {
     # The fusion gradient at what measurement found best; see the README.
-    "dfps_fast": ("dfps", (_FAST, _SHORT)),
+    "dfps_fast": ("dfps", (_FAST, _SHORT | {"max_lag": 0})),
     # Equation 14 with both of its terms in one unit.
     "dfps_unbiased": (
         "dfps",

@@ -19,6 +19,7 @@ from fps_jax.agents.dfps_options import DFPSOptions
 from fps_jax.agents.dfps_replay import Memory, make_experience
 from fps_jax.agents.dfps_signals import (
     Segment,
+    Signals,
     joined,
     segment_of,
     segment_of_window,
@@ -179,16 +180,15 @@ def actor_params(
         return quiet
     if options.noise == "actions":
         return quiet._replace(action_noise=learner.hyper.action_noise)
-    if options.shares_noise:
-        key = jax.random.fold_in(learner.key, learner.update)
+    own: Any = keys_of(learner)[2] if options.shares_noise else key
     one = lambda index: noise.perturb(
-        params, jax.random.fold_in(key, index), learner.noise_scale
+        params, jax.random.fold_in(own, index), learner.noise_scale
     )
     groups = 1 if options.shares_noise else options.noise_groups
     return quiet._replace(
         policy=jax.vmap(one)(jnp.arange(groups)),
         noise_scale=learner.noise_scale,
-        noise_key=jax.random.key_data(key),
+        noise_key=jax.random.key_data(own),
     )
 
 
@@ -224,6 +224,15 @@ def _act(
     return action, behaviour
 
 
+def keys_of(state: DFPSState) -> Key[Array, " 3"]:
+    """Keys of this iteration: of learning, of the noise's scale, of shared noise.
+
+    Args:
+      state: its root, and the updates made.
+    """
+    return jax.random.split(jax.random.fold_in(state.key, state.update), 3)
+
+
 # ------------------------------------------------------------------- an iteration
 
 
@@ -248,8 +257,8 @@ def iterate(
     """
     options, experience = parts.options, parts.experience
     rows = trajectory.reward.size * gradient.axis_size(axis_name)
-    key = jax.random.fold_in(state.key, state.update)
-    keys = jax.random.split(gradient.device_key(key, axis_name), 6)
+    key_device, key_noise, _ = keys_of(state)
+    keys = jax.random.split(gradient.device_key(key_device, axis_name), 6)
     is_ready, memory = jnp.zeros((), bool), None
     if experience is not None:
         memory = experience.add(local.memory, trajectory)
@@ -257,7 +266,7 @@ def iterate(
     frozen = freeze(parts, state, rows=rows, is_ready=is_ready, axis_name=axis_name)
     metrics: Metrics = {}
     if options.has_critic and memory is not None:
-        steps = round(options.critic_utd * rows)
+        steps = max(1, round(options.critic_utd * rows))
         state, memory, told = dfps_critic.learn(
             parts, state, memory, frozen, keys[0], steps=steps
         )
@@ -275,7 +284,7 @@ def iterate(
     state, told = dfps_policy.learn(parts, state, batch, signals, frozen, keys[3])
     metrics |= told
     if dfps_dpg.is_separate(parts) and memory is not None:
-        steps = round(options.dpg_utd * rows)
+        steps = max(1, round(options.dpg_utd * rows))
         weight = signals.critic_weight
         state, told = dfps_dpg.follow_critic(
             parts, state, memory, weight, frozen, keys[4], steps=steps
@@ -287,7 +296,9 @@ def iterate(
             parts, state, memory, latest, signals if same else None, frozen, keys[5]
         )
         metrics |= told
-    state, told = _settle(parts, state, segment, signals, metrics["kl"], frozen, key)
+    state, told = _settle(
+        parts, state, segment, signals, metrics["kl"], frozen, key_noise
+    )
     state, so_far = _observe(parts, state, trajectory, local.return_so_far, axis_name)
     local = Local(() if memory is None else memory, so_far)
     return state._replace(update=state.update + 1), local, metrics | told
@@ -311,7 +322,7 @@ def _settle(
     parts: Parts,
     state: DFPSState,
     segment: Segment,
-    signals,
+    signals: Signals,
     kl: Float[Array, ""],
     frozen: Frozen,
     key: Key[Array, ""],
@@ -332,9 +343,7 @@ def _settle(
     if options.noise == "parameters":
         observation = segment.observation[:-1]
         mean = networks.policy(state.policy.params, observation).mean
-        noisy = noise.perturb(
-            state.policy.params, jax.random.fold_in(key, 1), state.noise_scale
-        )
+        noisy = noise.perturb(state.policy.params, key, state.noise_scale)
         distance = noise.action_distance(
             mean,
             networks.policy(noisy, observation).mean,

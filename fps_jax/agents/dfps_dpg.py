@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Bool, Float, Key
 
-from fps_jax.agents.dfps_networks import Gaussian, Params
+from fps_jax.agents.dfps_networks import Params
 from fps_jax.agents.dfps_replay import Memory
 from fps_jax.agents.dfps_state import DFPSState, Frozen, Parts
 from fps_jax.agents.gradient import Learned, gradient_step
@@ -39,9 +39,10 @@ def follows_critic(parts: Parts) -> bool:
 def critic_share(
     parts: Parts,
     state: DFPSState,
-    params: Params,
-    policy: Gaussian,
-    rows: tuple[Array, Array, Array],
+    mean: Float[Array, "B A"],
+    observation: Float[Array, "B features"],
+    coef: Float[Array, " B"],
+    is_valid: Bool[Array, " B"],
     frozen: Frozen,
 ) -> Float[Array, ""]:
     """This device's share of the mean of ``coef Q(s, mu(s))``; 0 before Q may be used.
@@ -49,17 +50,14 @@ def critic_share(
     Args:
       parts: of the agent.
       state: gives the critic, as a constant.
-      params: of the policy.
-      policy: in the batch's states.
-      rows: states, coef and is_valid of the critic's term.
+      mean: of the policy, which the gradient is with respect to.
+      observation: the states.
+      coef: of each of them.
+      is_valid: which of them count.
       frozen: the numbers of this iteration.
     """
     networks, critics = parts.networks, state.critics
     assert critics is not None
-    observation, coef, is_valid = rows
-    mean = policy.mean
-    if parts.options.dpg_states == "replay":
-        mean = networks.policy(params, observation).mean
     q = networks.critic(critics.params, observation, networks.reach(mean))
     share = masked.share_of_mean(is_valid, axis_name=frozen.axis_name)
     return jnp.where(frozen.is_ready, share(coef * q), 0.0)

@@ -34,9 +34,9 @@ class Rows(NamedTuple):
       old_log_prob: at the start of the update.
       old: that policy.
       signal: what the score function is multiplied by.
-      coef: of the critic's term, beside what all rows share.
       is_valid: which rows count.
       critic_observation: where the critic's term is taken.
+      critic_coef: of that term, beside what all rows share.
       critic_is_valid: which of those count.
     """
 
@@ -46,9 +46,9 @@ class Rows(NamedTuple):
     old_log_prob: Float[Array, " B"]
     old: Gaussian
     signal: Float[Array, " B"]
-    coef: Float[Array, " B"]
     is_valid: Bool[Array, " B"]
     critic_observation: Float[Array, "B features"]
+    critic_coef: Float[Array, " B"]
     critic_is_valid: Bool[Array, " B"]
 
 
@@ -107,9 +107,9 @@ def rows_of(
         old_log_prob=flat(signals.log_prob),
         old=jax.tree.map(flat, signals.old),
         signal=flat(signals.signal),
-        coef=coef,
         is_valid=is_valid,
         critic_observation=states[0],
+        critic_coef=coef,
         critic_is_valid=states[1],
     )
 
@@ -180,14 +180,10 @@ def terms(parts: Parts, state: DFPSState, signals: Signals, frozen: Frozen) -> A
             )
         critic = zero
         if dfps_dpg.is_joint(parts):
-            critic = dfps_dpg.critic_share(
-                parts,
-                state,
-                params,
-                policy,
-                (rows.critic_observation, rows.coef, rows.critic_is_valid),
-                frozen,
-            )
+            mean = policy.mean
+            if options.dpg_states == "replay":
+                mean = networks.policy(params, rows.critic_observation).mean
+            critic = dfps_dpg.critic_share(parts, state, mean, *rows[-3:], frozen)
             critic = hyper.dpg_coef * signals.critic_weight * critic
         entropy = zero
         if options.entropy_coef:
@@ -308,17 +304,24 @@ def learn(
         "kl": mean_divergence(parts, carry.params, rows, frozen),
         "is_stopped": carry.is_stopped.astype(jnp.float32),
     }
-    if dfps_dpg.is_joint(parts):
-        metrics["gradient_cosine"] = _cosine(terms_of, state, rows, axis_name)
+    if dfps_dpg.follows_critic(parts):
+        metrics["gradient_cosine"] = _cosine(parts, state, rows, terms_of, frozen)
     return state._replace(policy=carry.learned), metrics
 
 
-def _cosine(terms_of, state: DFPSState, rows: Rows, axis_name) -> Float[Array, ""]:
+def _cosine(
+    parts: Parts, state: DFPSState, rows: Rows, terms_of: Any, frozen: Frozen
+) -> Float[Array, ""]:
     """Of the angle between the two terms' gradients, at the start of the update."""
-    of = lambda name: jax.grad(lambda p: getattr(terms_of(p, rows), name))
-    score, critic = (of(name)(state.policy.params) for name in ("score", "critic"))
-    if axis_name is not None:
-        score, critic = jax.lax.psum((score, critic), axis_name)
-    norms = optax.tree.norm(score) * optax.tree.norm(critic)
-    dot: Any = optax.tree.vdot(score, critic)
+
+    def critic(params: Params) -> Float[Array, ""]:
+        mean = parts.networks.policy(params, rows.critic_observation).mean
+        return dfps_dpg.critic_share(parts, state, mean, *rows[-3:], frozen)
+
+    score = lambda params: terms_of(params, rows).score
+    a, b = (jax.grad(f)(state.policy.params) for f in (score, critic))
+    if frozen.axis_name is not None:
+        a, b = jax.lax.psum((a, b), frozen.axis_name)
+    norms = optax.tree.norm(a) * optax.tree.norm(b)
+    dot: Any = optax.tree.vdot(a, b)
     return dot / jnp.maximum(norms, 1e-12)

@@ -107,16 +107,16 @@ def make_experience(
         storage = ring.windows(**ring_of, length=n + 1, crosses_episodes=True)
     else:
         storage = ring.transitions(**ring_of, n_step=n)
-    alone: Any = {"exchange": False}
+    own: Any = {"exchange": False}
     if options.priority_exponent is None:
-        all_steps = replay.uniform(storage, **alone)
+        all_steps = replay.uniform(storage, **own)
     else:
         exponent = options.priority_exponent
-        all_steps = replay.proportional(storage, exponent=exponent, **alone)
+        all_steps = replay.proportional(storage, exponent=exponent, **own)
     newest = samplers.uniform(capacity, newest=options.recent_steps)
-    recent = replay.replay(storage, newest, **alone)
+    recent = replay.replay(storage, newest, **own)
     whole = ring.windows(**ring_of, length=rollout_steps + 1, crosses_episodes=True)
-    segments = replay.uniform(whole, **alone)
+    segments = replay.uniform(whole, **own)
 
     def init() -> Memory:
         state = all_steps.init(_example(options, spec))

@@ -244,10 +244,26 @@ def signals_of(
         "ipg_nu": frozen.nu,
         "return_scale": frozen.scale,
     }
-    explained = tally.explained_variance(
-        values[:-1], found.target, is_valid, axis_name=axis_name
+    explained = lambda value, target: tally.explained_variance(
+        value, target, is_valid, axis_name=axis_name
     )
-    return jax.lax.stop_gradient(signals), metrics | explained
+    metrics |= explained(values[:-1], found.target)
+    if state.critics is not None:
+        # Of the action and not of the state: with the next row's target.
+        q, acted = _critic_value(parts, state, segment), found.advantage + values[:-1]
+        of_critic = explained(jnp.where(is_valid, q, 0.0), acted)
+        metrics |= {f"critic_{name}": x for name, x in of_critic.items()}
+    return jax.lax.stop_gradient(signals), metrics
+
+
+def _critic_value(
+    parts: Parts, state: DFPSState, segment: Segment
+) -> Float[Array, "T B"]:
+    """What the critic says of what was done."""
+    networks, critics = parts.networks, state.critics
+    assert critics is not None
+    action = networks.execute(segment.drawn)
+    return networks.critic(critics.params, segment.observation[:-1], action)
 
 
 def _expansion(

@@ -401,9 +401,10 @@ def test_an_add_of_nothing_changes_nothing():
     storage = frames.transitions(8, num_streams=STREAMS)
     memory = storage.init(jax.tree.map(lambda x: x[0], items))
     cursor = Cursor(jnp.int32(0), jnp.int32(0))
-    memory = storage.add(memory, cursor, items)
+    add = jax.jit(storage.add)
+    memory = add(memory, cursor, items)
     nothing = jax.tree.map(lambda x: x[:0], items)
-    after = storage.add(memory, ring.advance(cursor, 6, 8), nothing)
+    after = add(memory, ring.advance(cursor, 6, 8), nothing)
     jax.tree.map(np.testing.assert_array_equal, after, memory)
 
 
@@ -412,7 +413,8 @@ def test_an_impossible_add_is_refused():
     storage = frames.transitions(16, num_streams=STREAMS, largest_add=16)
     memory = storage.init(jax.tree.map(lambda x: x[0], items))
     cursor = Cursor(jnp.int32(0), jnp.int32(0))
+    add = functools.partial(jax.eval_shape, storage.add)
     with pytest.raises(ValueError, match="a write of 18 must be in"):
-        storage.add(memory, cursor, items)
+        add(memory, cursor, items)
     with pytest.raises(ValueError, match="3 items are not a multiple of 2"):
-        storage.add(memory, cursor, jax.tree.map(lambda x: x[:3], items))
+        add(memory, cursor, jax.tree.map(lambda x: x[:3], items))

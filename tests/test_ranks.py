@@ -542,7 +542,10 @@ def test_devices_draw_from_their_shards_as_from_one_replay(backend, is_stale):
         ({"sort_period": -1}, "sort_period -1 must be at least 0"),
         ({"num_shards": 0}, "num_shards 0 must be at least 1"),
         ({"spread": "even"}, "spread 'even' must be one of stratified"),
-        ({"eviction": lambda priority, age: -priority}, "sort_period None must be 1"),
+        (
+            {"eviction": lambda priority, age: -priority, "sort_period": 2},
+            "sort_period 2 must be 1",
+        ),
     ],
 )
 def test_an_impossible_replay_is_refused(options, message):

@@ -127,6 +127,7 @@ class Twin:
             self.slots[slot]["priority"] = priority
 
     def expect(self, state):
+        state = jax.device_get(state)
         margin = (len(state.is_usable) - CAPACITY) // 2
         rows = lambda x: np.asarray(x[margin : margin + CAPACITY])
         usable = [self.is_usable(slot) for slot in range(CAPACITY)]
@@ -434,10 +435,8 @@ def test_a_scan_and_a_population_do_what_single_calls_do(name):
 def test_nothing_of_the_buffers_size_is_allocated(name, size):
     capacity = 2**14
     options = {
-        "proportional": {
-            "normalize": "buffer",
-            "new_priority": "highest",
-        },  # All trees.
+        # All the trees that there may be, and no sorting.
+        "proportional": {"normalize": "buffer", "new_priority": "highest"},
         "rank_based": {"sort_period": 0},
     }.get(name, {})
     this = of_items(name, capacity, notes=NOTES, **options)

@@ -165,6 +165,19 @@ def test_a_target_that_rounds_to_the_end_of_a_row_finds_no_empty_leaf():
     np.testing.assert_array_equal(this.find(late, targets, fine)[3:], 4)
 
 
+def test_leaves_that_may_be_flushed_to_0_lead_nobody_astray():
+    this = compiled_tree(16)
+    weights = np.zeros(16, np.float32)
+    weights[[2, 3, 13]] = 1e-40
+    targets = np.float32([0, 1e-40, 0.5, 1, 2, -1])
+    found = np.asarray(this.find(this.build(weights), targets))
+    assert np.all((found >= 0) & (found < 16))
+    weights[9] = 1
+    found = np.asarray(this.find(this.build(weights), targets))
+    assert np.all(weights[found] > 0)
+    np.testing.assert_array_equal(found[2:4], 9)
+
+
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_a_prefix_is_the_sum_of_the_first_leaves(capacity):
     this = compiled_tree(capacity)

@@ -56,9 +56,9 @@ def find(
         # Subtracted from the coarse part, which loses nothing by it.
         return (node * tree.shape[1] + child, targets - left), None
 
+    top = jnp.zeros(targets.shape, jnp.int32)
+    down = jnp.array(tree_of.starts[::-1], jnp.int32)
     # A loop, or XLA would search the levels above anew for each level below.
-    top, down = jnp.zeros(targets.shape, jnp.int32), tree_of.starts[::-1]
-    down = jnp.array(down, jnp.int32)
     return jax.lax.scan(into_a_child, (top, targets), down)[0][0]
 
 

@@ -3,10 +3,16 @@
 import os
 
 # Four CPU devices, so that what a single device hides is seen. One test process uses
-# one core's worth of them at a time. Must be set before JAX starts.
+# one core's worth of them at a time. LLVM optimises nothing, as most of a test's time
+# is compilation: XLA's own passes, which the tests read, are what they are for users.
+# Must be set before JAX starts.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=4",
+        "--xla_backend_optimization_level=0",
+    ]
 )
 
 from jaxtyping import install_import_hook

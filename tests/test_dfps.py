@@ -160,13 +160,29 @@ def test_separate_steps_climb_the_critic():
     assert value(state.learner.policy.params) > value(before) + 1e-3
 
 
+WITHOUT = {
+    "noise": "none",
+    "critic_utd": 0.0,
+    "dpg_coef": 0.0,
+    "control_variate": "zero",
+    "value_data": "queue",
+    "replay_capacity": 0,
+    "learning_rate": 0.05,
+}
+
+
+@functools.cache
+def without_a_critic(epochs):
+    """A small agent that only has a policy and a value, with its update compiled."""
+    this = small(**WITHOUT, num_epochs=epochs)
+    return this, jax.jit(this.agent.update)
+
+
 def test_the_epochs_stop_once_the_policy_has_gone_far_enough():
-    options = {"noise": "none", "critic_utd": 0.0, "dpg_coef": 0.0}
-    options |= {"control_variate": "zero", "value_data": "queue", "replay_capacity": 0}
     after, told = {}, {}
     for epochs in (1, 3):
-        this = small(**options, num_epochs=epochs, learning_rate=0.05)
-        update, learner = jax.jit(this.agent.update), this.state.learner
+        this, update = without_a_critic(epochs)
+        learner = this.state.learner
         for kl_stop in (1e-6, 1e9):
             hyper = learner.hyper._replace(kl_stop=jnp.float32(kl_stop))
             state = this.state._replace(learner=learner._replace(hyper=hyper))
@@ -181,25 +197,19 @@ def test_the_epochs_stop_once_the_policy_has_gone_far_enough():
 
 
 def test_devices_that_share_the_rows_agree_with_one():
-    options = {
-        "noise": "none",
-        "critic_utd": 0.0,
-        "dpg_coef": 0.0,
-        "replay_capacity": 0,
-    }
-    this = small(**options, control_variate="zero", value_data="queue", num_epochs=2)
+    this, update = without_a_critic(3)
     trajectory = experience_of(this, 4, 0.4)
-    one, metrics = jax.jit(this.agent.update)(this.state, trajectory)
+    one, metrics = update(this.state, trajectory)
 
     split = lambda x: jnp.moveaxis(
         jnp.asarray(x).reshape(x.shape[0], 2, 2, *x.shape[2:]), 1, 0
     )
     local = jax.tree.map(lambda x: x.reshape(2, 2), this.state.local)
     state = this.state._replace(local=local)
-    update = functools.partial(this.agent.update, axis_name="d")
+    mapped = functools.partial(this.agent.update, axis_name="d")
     axes = type(state)(None, 0)
     many, told = jax.jit(
-        jax.vmap(update, axis_name="d", in_axes=(axes, 0), out_axes=(axes, None))
+        jax.vmap(mapped, axis_name="d", in_axes=(axes, 0), out_axes=(axes, None))
     )(state, jax.tree.map(split, trajectory))
     close = functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-5)
     for part in ("policy", "value", "trust_region", "return_moments"):
@@ -283,13 +293,11 @@ def test_noise_is_an_actors_own_and_travels_with_what_it_does():
 
 def test_shared_noise_is_the_same_for_every_actor_and_changes_with_every_push():
     this = small(shares_noise=True)
-    learner = this.state.learner
-    params = [
-        this.agent.actor_params(learner, jax.random.key(k)).policy for k in (0, 1)
-    ]
+    learner, params_of = this.state.learner, jax.jit(this.agent.actor_params)
+    params = [params_of(learner, jax.random.key(k)).policy for k in (0, 1)]
     same(*params)
     later = learner._replace(update=learner.update + 1)
-    after = this.agent.actor_params(later, jax.random.key(0)).policy
+    after = params_of(later, jax.random.key(0)).policy
     assert max(moved(params[0], after)) > 0
 
 

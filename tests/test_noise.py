@@ -11,14 +11,17 @@ from fps_jax.models.networks import MLP, GaussianHead
 NET = nn.Sequential([MLP((8, 8), "tanh", layer_norm=True), GaussianHead(2)])
 
 
+INIT, PERTURB = jax.jit(NET.init), jax.jit(noise.perturb)
+
+
 def flat(params):
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
 def test_norms_and_deviations_are_left_alone():
-    params = NET.init(jax.random.key(0), jnp.zeros((1, 3)))
-    before, after = flat(params), flat(noise.perturb(params, jax.random.key(1), 0.1))
+    params = INIT(jax.random.key(0), jnp.zeros((1, 3)))
+    before, after = flat(params), flat(PERTURB(params, jax.random.key(1), 0.1))
     assert before.keys() == after.keys()
     kept = {name for name, x in before.items() if (x == after[name]).all()}
     assert kept == {n for n in before if "LayerNorm" in n or "log_std" in n}
@@ -26,14 +29,14 @@ def test_norms_and_deviations_are_left_alone():
 
 
 def test_the_same_key_gives_the_same_noise_and_no_scale_none():
-    params = NET.init(jax.random.key(0), jnp.zeros((1, 3)))
+    params = INIT(jax.random.key(0), jnp.zeros((1, 3)))
     one, same, other = (
-        flat(noise.perturb(params, jax.random.key(k), 0.1)) for k in (1, 1, 2)
+        flat(PERTURB(params, jax.random.key(k), 0.1)) for k in (1, 1, 2)
     )
     moved = [name for name in one if "Dense" in name]
     assert all((one[n] == same[n]).all() for n in one)
     assert all((one[n] != other[n]).any() for n in moved)
-    quiet = flat(noise.perturb(params, jax.random.key(1), 0.0))
+    quiet = flat(PERTURB(params, jax.random.key(1), 0.0))
     assert all((quiet[n] == x).all() for n, x in flat(params).items())
 
 

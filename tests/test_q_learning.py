@@ -28,12 +28,17 @@ def test_smoothing_is_clipped_twice():
 
 
 def targets(rows, log_ratio, gamma, **options):
-    rows = jax.tree.map(jnp.asarray, rows)
+    arrays = jax.tree.map(jnp.asarray, (rows, log_ratio))
+    return compiled(*arrays, gamma, **options)
+
+
+@jax.jit
+def compiled(rows, log_ratio, gamma, **options):
     discount, trace = returns.discounts_and_traces(
         rows.terminated, rows.truncated, rows.is_valid, gamma=gamma
     )
     return q_learning.corrected_q_target(
-        jnp.asarray(log_ratio),
+        log_ratio,
         rows.reward,
         discount,
         trace,

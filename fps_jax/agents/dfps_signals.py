@@ -233,27 +233,49 @@ def signals_of(
         critic_weight=weight,
         slope=told["control_variate_slope"],
     )
+    told |= {"signal_std": signal.std, "ipg_nu": frozen.nu}
+    told |= {"return_scale": frozen.scale}
+    told |= _of_ratios(log_ratio, is_valid, hyper, axis_name)
+    told |= _explained(parts, state, segment, values, found, axis_name)
+    return jax.lax.stop_gradient(signals), told
+
+
+def _of_ratios(
+    log_ratio: Float[Array, "T B"],
+    is_valid: Bool[Array, "T B"],
+    hyper: Hyper,
+    axis_name: str | None,
+) -> Metrics:
+    """How far the policy is from the one that acted."""
     capped = lambda cap: ratios.capped_fraction(
         log_ratio, cap, is_valid, axis_name=axis_name
     )
-    metrics = told | {
+    return {
         "ESS": ratios.effective_sample_size(log_ratio, is_valid, axis_name=axis_name),
         "rho_capped": capped(hyper.rho_bar),
         "c_capped": capped(hyper.c_bar),
-        "signal_std": signal.std,
-        "ipg_nu": frozen.nu,
-        "return_scale": frozen.scale,
     }
+
+
+def _explained(
+    parts: Parts,
+    state: DFPSState,
+    segment: Segment,
+    values: Float[Array, "rows B"],
+    found: TruncatedISReturns,
+    axis_name: str | None,
+) -> Metrics:
+    """How well the value and the critic foretold this segment."""
     explained = lambda value, target: tally.explained_variance(
-        value, target, is_valid, axis_name=axis_name
+        value, target, segment.is_valid, axis_name=axis_name
     )
-    metrics |= explained(values[:-1], found.target)
+    told = explained(values[:-1], found.target)
     if state.critics is not None:
+        q = jnp.where(segment.is_valid, _critic_value(parts, state, segment), 0.0)
         # Of the action and not of the state: with the next row's target.
-        q, acted = _critic_value(parts, state, segment), found.advantage + values[:-1]
-        of_critic = explained(jnp.where(is_valid, q, 0.0), acted)
-        metrics |= {f"critic_{name}": x for name, x in of_critic.items()}
-    return jax.lax.stop_gradient(signals), metrics
+        of_critic = explained(q, found.advantage + values[:-1])
+        told |= {f"critic_{name}": x for name, x in of_critic.items()}
+    return told
 
 
 def _critic_value(

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fps_jax.runtime import parallel
+from fps_jax.runtime.options import TrainConfig
 from fps_jax.runtime.packing import pack, unpack
-from fps_jax.types import Agent, AgentState, EnvSpec, Trajectory
+from fps_jax.types import Agent, AgentConfig, AgentState, EnvSpec, Trajectory
 
 
 class Program(NamedTuple):
@@ -34,6 +35,39 @@ class Program(NamedTuple):
     actor_params: Callable[[Any, jax.Array | None], Any]
     act: Callable[..., Any]
     act_greedily: Callable[..., Any]
+
+
+def build(
+    agent_config: AgentConfig, spec: EnvSpec, config: TrainConfig, mesh: Mesh
+) -> Program:
+    """Builds an agent for a run, compiles it and checks that it fits.
+
+    Args:
+      agent_config: the agent's options.
+      spec: the environment.
+      config: the run's options.
+      mesh: the learner's devices, of all hosts.
+
+    Raises:
+      ValueError: if the devices can't share the environments, or the agent refuses the
+        environment or the batch that the run would give it.
+    """
+    num_envs, devices = config.num_actors * config.num_envs, mesh.local_mesh.size
+    if num_envs % devices:
+        raise ValueError(
+            f"num_actors {config.num_actors} x num_envs {config.num_envs} is not a "
+            f"multiple of the {devices} learner_devices of a host."
+        )
+    rollout_steps = config.rollout_steps
+    agent = agent_config.make(
+        spec,
+        total_env_steps=config.total_env_steps,
+        num_envs=num_envs // devices,
+        rollout_steps=rollout_steps,
+    )
+    program = compile_agent(agent, mesh, mapping=config.mapping)
+    check(program, agent, spec, rollout_steps=rollout_steps, num_envs=num_envs)
+    return program
 
 
 def compile_agent(agent: Agent, mesh: Mesh, *, mapping: parallel.Backend) -> Program:

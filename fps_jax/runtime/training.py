@@ -19,7 +19,7 @@ from fps_jax.runtime.exchange import NonFiniteError, Segment, Stopped
 from fps_jax.runtime.interrupts import Interrupt, interrupts, watched
 from fps_jax.runtime.journal import History, Journal
 from fps_jax.runtime.options import TrainConfig
-from fps_jax.runtime.program import check, compile_agent
+from fps_jax.runtime.program import build
 from fps_jax.runtime.progress import progress, summary_table
 from fps_jax.types import AgentConfig
 
@@ -93,27 +93,8 @@ class Run:
         mesh = parallel.learner_mesh(parallel.learner_devices(config.learner_devices))
         self._eval_env = self._make_envs(_EVALUATE, 0, max(1, config.eval_episodes))
         spec = self._eval_env.spec
+        self.program = build(agent_config, spec, config, mesh)
         envs_here = config.num_actors * config.num_envs
-        devices_here = mesh.local_mesh.size
-        if envs_here % devices_here:
-            raise ValueError(
-                f"num_actors {config.num_actors} x num_envs {config.num_envs} is not a "
-                f"multiple of the {devices_here} learner_devices of a host."
-            )
-        agent = agent_config.make(
-            spec,
-            total_env_steps=config.total_env_steps,
-            num_envs=envs_here // devices_here,
-            rollout_steps=config.rollout_steps,
-        )
-        self.program = compile_agent(agent, mesh, mapping=config.mapping)
-        check(
-            self.program,
-            agent,
-            spec,
-            rollout_steps=config.rollout_steps,
-            num_envs=envs_here,
-        )
         steps = envs_here * config.rollout_steps * jax.process_count()
         self.num_updates = math.ceil(config.total_env_steps / steps)
         self.state = self.program.init(self._key(_INIT))

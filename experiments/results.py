@@ -5,7 +5,6 @@ import datetime
 import json
 import shlex
 import sys
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,11 +75,12 @@ def interquartile_mean(returns: Sequence[float]) -> tuple[float, float, float]:
 
     aggregate = lambda scores: np.array([metrics.aggregate_iqm(scores)])
     scores = {"runs": np.asarray(returns)[:, None]}
-    with warnings.catch_warnings():
-        # rliable hands its seed to arch under a name that arch gives up.
-        warnings.filterwarnings("ignore", message="random_state is deprecated")
-        points, intervals = library.get_interval_estimates(
-            scores, aggregate, reps=2000, random_state=np.random.RandomState(0)
-        )
+    # rliable draws from numpy's global generator, whatever it is given.
+    before = np.random.get_state()
+    np.random.seed(0)
+    try:
+        points, intervals = library.get_interval_estimates(scores, aggregate, reps=2000)
+    finally:
+        np.random.set_state(before)
     low, high = intervals["runs"][:, 0]
     return float(points["runs"][0]), float(low), float(high)

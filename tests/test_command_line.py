@@ -228,6 +228,8 @@ def test_the_figure_draws_the_mean_that_the_summary_prints(runs):
     printed, low, high = results.interquartile_mean(values.tolist())
     np.testing.assert_allclose(figures.trim_mean(values, 0.25), printed)
     assert low <= printed <= high
+    again = results.interquartile_mean(values.tolist())
+    assert again == (printed, low, high)
 
 
 def test_the_benchmark_compares_only_what_was_measured():

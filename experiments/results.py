@@ -76,11 +76,11 @@ def interquartile_mean(returns: Sequence[float]) -> tuple[float, float, float]:
     aggregate = lambda scores: np.array([metrics.aggregate_iqm(scores)])
     scores = {"runs": np.asarray(returns)[:, None]}
     # rliable draws from numpy's global generator, whatever it is given.
-    before = np.random.get_state()
-    np.random.seed(0)
+    before = np.random.get_state()  # noqa: NPY002
+    np.random.seed(0)  # noqa: NPY002
     try:
         points, intervals = library.get_interval_estimates(scores, aggregate, reps=2000)
     finally:
-        np.random.set_state(before)
+        np.random.set_state(before)  # noqa: NPY002
     low, high = intervals["runs"][:, 0]
     return float(points["runs"][0]), float(low), float(high)

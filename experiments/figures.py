@@ -180,7 +180,7 @@ def draw_arms(paths: Sequence[Path], to: Path) -> None:
 def _finish(figure: Figure, to: Path) -> None:
     """Labels a figure of learning curves and writes it."""
     figure.supxlabel("thousand env steps", fontsize="medium")
-    figure.supylabel("deterministic return: IQM and range of seeds", fontsize="medium")
+    figure.supylabel("return: IQM and range of seeds", fontsize="medium")
     to.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(to, dpi=150)
 

@@ -149,13 +149,12 @@ def test_separate_steps_climb_the_critic():
     state, _ = updated("fast", **numbers, dpg_learning_rate=3e-3)
     observation = experience_of(this, 1).observation.reshape(-1, 3)
 
+    networks, learner = this.parts.networks, this.state.learner
+    observed = frozen_of(this, learner).observe(jnp.asarray(observation))
+
     def value(params):
-        networks, learner = this.parts.networks, state.learner
-        observed = frozen_of(this, this.state.learner).observe(jnp.asarray(observation))
         action = networks.reach(networks.policy(params, observed).mean)
-        q = networks.critic(this.state.learner.critics.params, observed, action)
-        assert learner is not None
-        return float(jnp.mean(q))
+        return float(networks.critic(learner.critics.params, observed, action).mean())
 
     assert value(state.learner.policy.params) > value(before) + 1e-3
 

@@ -13,7 +13,7 @@ from fps_jax.agents.dfps_signals import log_ratio_of, segment_of_window
 from fps_jax.agents.dfps_state import DFPSState, Frozen, Parts
 from fps_jax.agents.gradient import gradient_step
 from fps_jax.models.normalize import AverageState, moving_average
-from fps_jax.objectives import q_learning, returns
+from fps_jax.objectives import masked, q_learning, returns
 from fps_jax.replay.ring import Window
 from fps_jax.replay.states import Ticket
 from fps_jax.types import Metrics
@@ -82,10 +82,10 @@ def learn(
         memory, batch = next_batch(memory, index)
         target = target_of(parts, state, targets.value, batch)
         learned, (error, norm) = step(learned, (batch, target))
-        error = jnp.where(batch.is_valid, error, 0.0)
         if options.priority_exponent is not None and parts.experience is not None:
             memory = parts.experience.prioritize(memory, batch.ticket, error)
-        new = jnp.mean(jnp.square(error)), jnp.mean(target), norm
+        mean = lambda x: masked.mean(x, batch.is_valid)
+        new = mean(jnp.square(error)), mean(target), norm
         sums = jax.tree.map(jnp.add, sums, new)
         return learned, follow.update(targets, learned.params), memory, sums
 

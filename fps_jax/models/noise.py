@@ -74,7 +74,9 @@ def action_distance(
     return jnp.sqrt(sums[0] / jnp.maximum(sums[1], 1).astype(square.dtype))
 
 
-def adapt(scale: Float[Array, ""], distance: Scalar, wanted: Scalar):
+def adapt(
+    scale: Float[Array, ""], distance: Scalar, wanted: Scalar
+) -> Float[Array, ""]:
     """The scale that brings the distance closer to the wanted one.
 
         scale / 1.01 if distance > wanted, else 1.01 scale

@@ -11,6 +11,7 @@ from scripted_env import ScriptedEnv
 from experiments import (
     bench_ppo,
     bench_returns,
+    dfps_ablations,
     figures,
     learning,
     ppo_variants,
@@ -118,6 +119,17 @@ def test_an_option_of_both_is_the_variant_s(monkeypatch):
         for_agent | {"gamma": 0.5, "name": "ppo_other"},
         for_run | {"num_envs": 2},
     )
+
+
+def test_every_ablation_is_one_of_its_own():
+    ablations = dfps_ablations.Options()
+    seen = []
+    for arm in dfps_ablations.ARMS:
+        given, words = ablations.of_runs(arm, "Hopper-v4")
+        agent, run = train.read(given.argv(0, words))
+        settings = dataclasses.replace(agent, name="any"), run
+        assert settings not in seen, arm
+        seen.append(settings)
 
 
 def test_at_four_times_the_batch_the_average_is_as_old_in_env_steps():

@@ -17,19 +17,15 @@ the repeats and their ratios are in the header of ``experiments/results/bench_pp
 """
 
 import dataclasses
-import importlib.metadata
 import json
 import os
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from experiments import command_line, results
+from experiments import command_line, results, turns
 
 PROG = "experiments.bench_ppo"
 TASK = "HalfCheetah-v4"
@@ -55,16 +51,6 @@ class Options:
     child: str | None = None
 
 
-def rate(marks: Sequence[tuple[int, float]]) -> dict[str, float]:
-    """Env steps per second from the second mark to the last.
-
-    Args:
-      marks: env steps and seconds at the end of each update.
-    """
-    (steps, start), (end_steps, end) = marks[1], marks[-1]
-    return {"steps_per_s": (end_steps - steps) / (end - start), "start_s": start}
-
-
 def ours(options: Options, max_lag: int) -> dict[str, float]:
     """Our PPO."""
     import fps_jax
@@ -85,7 +71,7 @@ def ours(options: Options, max_lag: int) -> dict[str, float]:
     )
     records = fps_jax.train(agent, config).records
     lead = time.perf_counter() - began - records[-1]["wall_s"]
-    return rate([(r["env_steps"], lead + r["wall_s"]) for r in records])
+    return turns.rate([(r["env_steps"], lead + r["wall_s"]) for r in records])
 
 
 def sb3(options: Options, vec_env: str) -> dict[str, float]:
@@ -120,7 +106,7 @@ def sb3(options: Options, vec_env: str) -> dict[str, float]:
     model.learn(options.learn_steps, callback=Mark())
     marks.append((model.num_timesteps, time.perf_counter() - began))
     env.close()
-    return rate(marks)
+    return turns.rate(marks)
 
 
 def acting(options: Options, num_envs: int) -> dict[str, float]:
@@ -171,7 +157,7 @@ def raw(options: Options, num_envs: int) -> dict[str, float]:
     return {"steps_per_s": steps * num_envs / seconds, "start_s": 0.0}
 
 
-VARIANTS: dict[str, Callable[[Options], dict[str, float]]] = {
+VARIANTS: turns.Variants = {
     "ours, lag 1": lambda options: ours(options, 1),
     "ours, lag 0": lambda options: ours(options, 0),
     "sb3, dummy": lambda options: sb3(options, "dummy"),
@@ -183,23 +169,13 @@ VARIANTS: dict[str, Callable[[Options], dict[str, float]]] = {
 }
 
 
-def ratios(median: dict[str, float]) -> dict[str, float]:
-    """What the claims are about; only of variants that were measured.
-
-    Args:
-      median: env steps per second of each variant.
-    """
-    pairs = {
-        "ours lag 1 / fastest sb3": ("ours, lag 1", ("sb3, dummy", "sb3, subproc")),
-        "lag 1 / lag 0": ("ours, lag 1", ("ours, lag 0",)),
-        "acting / raw, 8 envs": ("acting, 8", ("raw, 8",)),
-        "acting / raw, 64 envs": ("acting, 64", ("raw, 64",)),
-    }
-    return {
-        name: round(median[one] / max(median[other] for other in others), 2)
-        for name, (one, others) in pairs.items()
-        if {one, *others} <= set(median)
-    }
+RATIOS = {
+    "ours lag 1 / fastest sb3": ("ours, lag 1", ("sb3, dummy", "sb3, subproc")),
+    "lag 1 / lag 0": ("ours, lag 1", ("ours, lag 0",)),
+    "acting / raw, 8 envs": ("acting, 8", ("raw, 8",)),
+    "acting / raw, 64 envs": ("acting, 64", ("raw, 64",)),
+}
+"""What the claims are about."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -210,38 +186,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     options = command_line.parse(Options, words, prog=PROG)
-    chosen = options.variants or tuple(VARIANTS)
-    for name in (*chosen, *([options.child] if options.child else [])):
-        if name not in VARIANTS:
-            command_line.refuse(f"variant {name!r} is not in {[*VARIANTS]}.", prog=PROG)
-    if options.child is not None:
-        print(json.dumps(VARIANTS[options.child](options)))
+    rows = turns.measure(PROG, words, options, VARIANTS)
+    if rows is None:
         return 0
-    rows: list[dict[str, Any]] = []
-    for repeat in range(options.repeats):
-        for name in chosen:
-            command = [sys.executable, "-m", PROG, *words, "--child", name]
-            done = subprocess.run(
-                command, check=True, stdout=subprocess.PIPE, text=True
-            )
-            measured = json.loads(done.stdout.splitlines()[-1])
-            measured = {key: round(value, 2) for key, value in measured.items()}
-            rows.append({"variant": name, "repeat": repeat, **measured})
-            print(rows[-1], flush=True)
-    median = {
-        name: statistics.median(r["steps_per_s"] for r in rows if r["variant"] == name)
-        for name in chosen
-    }
-    peers = ("stable-baselines3", "torch", "gymnasium", "mujoco")
-    results.write_csv(
+    median = turns.medians(rows, "steps_per_s")
+    found = turns.ratios(median, RATIOS)
+    turns.write(
         results.FOLDER / "bench_ppo.csv",
         rows,
-        peers={name: importlib.metadata.version(name) for name in peers},
-        cores=os.cpu_count(),
+        peers=("stable-baselines3", "torch", "gymnasium", "mujoco"),
         median_steps_per_s=median,
-        ratios=ratios(median),
+        ratios=found,
     )
-    print(json.dumps(ratios(median), indent=2))
+    print(json.dumps(found, indent=2))
     return 0
 
 

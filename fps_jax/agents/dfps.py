@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Key, Shaped
 from fps_jax.agents import dfps_critic, dfps_dpg, dfps_policy, dfps_value, gradient
 from fps_jax.agents.dfps_networks import Gaussian, make_networks
 from fps_jax.agents.dfps_options import DFPSOptions
-from fps_jax.agents.dfps_replay import Memory, make_experience
+from fps_jax.agents.dfps_replay import make_experience
 from fps_jax.agents.dfps_signals import (
     Segment,
     Signals,
@@ -33,6 +33,7 @@ from fps_jax.agents.dfps_state import (
     freeze,
     returns_so_far,
 )
+from fps_jax.agents.memory import Memory
 from fps_jax.models import noise
 from fps_jax.models.normalize import (
     AverageState,

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
 from fps_jax.agents.dfps_networks import Params
-from fps_jax.agents.dfps_replay import CriticItems, Memory
+from fps_jax.agents.dfps_replay import CriticItems
 from fps_jax.agents.dfps_signals import log_ratio_of, segment_of_window
 from fps_jax.agents.dfps_state import DFPSState, Frozen, Parts
 from fps_jax.agents.gradient import gradient_step
+from fps_jax.agents.memory import Memory
 from fps_jax.models.normalize import AverageState, moving_average
 from fps_jax.objectives import masked, q_learning, returns
 from fps_jax.replay.ring import Window

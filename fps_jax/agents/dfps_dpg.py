@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
 from fps_jax.agents.dfps_networks import Params
-from fps_jax.agents.dfps_replay import Memory
 from fps_jax.agents.dfps_state import DFPSState, Frozen, Parts
 from fps_jax.agents.gradient import Learned, gradient_step
+from fps_jax.agents.memory import Memory
 from fps_jax.objectives import masked
 from fps_jax.types import Metrics
 

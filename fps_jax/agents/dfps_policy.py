@@ -9,7 +9,6 @@ from jaxtyping import Array, Bool, Float, Key
 
 from fps_jax.agents import dfps_dpg
 from fps_jax.agents.dfps_networks import Gaussian, Params
-from fps_jax.agents.dfps_replay import Memory
 from fps_jax.agents.dfps_signals import Segment, Signals
 from fps_jax.agents.dfps_state import DFPSState, Frozen, Parts
 from fps_jax.agents.gradient import (
@@ -19,6 +18,7 @@ from fps_jax.agents.gradient import (
     minibatch_epochs,
     num_minibatches,
 )
+from fps_jax.agents.memory import Memory
 from fps_jax.objectives import fusion, masked, ratios
 from fps_jax.objectives.trust_region import kl_penalty_share
 from fps_jax.types import Metrics

@@ -6,28 +6,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Key, Shaped
+from jaxtyping import Array, Bool, Float, Key
 
+from fps_jax.agents import memory as memories
 from fps_jax.agents.dfps_options import DFPSOptions
+from fps_jax.agents.memory import Memory
 from fps_jax.replay import priorities, replay, ring, samplers
-from fps_jax.replay.states import ReplayState, Sample, Ticket
-from fps_jax.types import Continuous, EnvSpec, Step, Trajectory, Transition
+from fps_jax.replay.states import Sample, Ticket
+from fps_jax.types import Continuous, EnvSpec, Trajectory, Transition
 
 KEPT = ("log_prob", "drawn")
 """What is kept of a row's behaviour."""
-
-
-class Memory(NamedTuple):
-    """What a device remembers.
-
-    Attributes:
-      replay: its steps.
-      following: ``[E, ...]``, the observations after the newest ones: a stream that
-        goes on with another was cut, as when a run was resumed.
-    """
-
-    replay: ReplayState
-    following: Shaped[Array, " E *observation"]
 
 
 class Experience(NamedTuple):
@@ -119,18 +108,15 @@ def make_experience(
     segments = replay.uniform(whole, **own)
 
     def init() -> Memory:
-        state = all_steps.init(_example(options, spec))
-        shape = num_envs, *spec.observation_shape
-        return Memory(state, jnp.zeros(shape, spec.observation_dtype))
+        assert isinstance(spec.action, Continuous)
+        of: Any = jax.ShapeDtypeStruct
+        kept = {"log_prob": of((), np.float32)}
+        if options.squash == "tanh":
+            kept["drawn"] = of((spec.action.size,), np.float32)
+        return memories.init(all_steps, spec, num_envs=num_envs, behaviour=kept)
 
     def add(memory: Memory, trajectory: Trajectory) -> Memory:
-        axes = tuple(range(1, memory.following.ndim))
-        goes_on = jnp.all(trajectory.observation[0] == memory.following, axis=axes)
-        rows = ring.steps(trajectory)
-        kept = {name: x for name, x in rows.behaviour.items() if name in KEPT}
-        state = all_steps.cut(memory.replay, ~goes_on)
-        state = all_steps.add(state, rows._replace(behaviour=kept))
-        return Memory(state, trajectory.observation[-1])
+        return memories.remember(all_steps, memory, trajectory, kept=KEPT)
 
     def critic_items(
         memory: Memory, key: Key[Array, ""], gamma: Any, beta: Any, steps: int = 1
@@ -185,25 +171,6 @@ def make_experience(
         prioritize=prioritize,
         states=states,
         segments=read_segments,
-    )
-
-
-def _example(options: DFPSOptions, spec: EnvSpec) -> Step:
-    """One step, as far as shapes and dtypes go."""
-    assert isinstance(spec.action, Continuous)
-    of: Any = jax.ShapeDtypeStruct
-    action, flag = of((spec.action.size,), np.float32), of((), np.bool_)
-    behaviour = {"log_prob": of((), np.float32)}
-    if options.squash == "tanh":
-        behaviour["drawn"] = action
-    return Step(
-        observation=of(spec.observation_shape, spec.observation_dtype),
-        action=action,
-        reward=of((), np.float32),
-        terminated=flag,
-        truncated=flag,
-        is_valid=flag,
-        behaviour=behaviour,
     )
 
 

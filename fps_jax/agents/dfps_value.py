@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
 from fps_jax.agents.dfps_networks import Params
-from fps_jax.agents.dfps_replay import Memory
 from fps_jax.agents.dfps_signals import (
     Segment,
     Signals,
@@ -23,6 +22,7 @@ from fps_jax.agents.gradient import (
     minibatch_epochs,
     num_minibatches,
 )
+from fps_jax.agents.memory import Memory
 from fps_jax.objectives import masked
 from fps_jax.types import Metrics
 

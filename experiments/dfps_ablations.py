@@ -13,7 +13,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from experiments import command_line, learning, results, train
+from experiments import command_line, learning, results
 from fps_jax import checks
 
 PROG = "experiments.dfps_ablations"
@@ -48,26 +48,11 @@ ARMS = (*PRESETS, *CHANGES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """Trains DFPS without one part, or with another one.
-
-    Attributes:
-      arms: which of them.
-      envs: EnvPool task ids.
-      seeds: how many; they are 0, 1, ...
-      total_env_steps: length of each run, in env steps.
-      evaluations: of each run, evenly spread.
-      eval_episodes: full episodes of each evaluation.
-      jobs: runs at a time.
-    """
+class Options(learning.ArmOptions):
+    """Trains DFPS without one part, or with another one."""
 
     arms: tuple[str, ...] = ARMS
-    envs: tuple[str, ...] = ("HalfCheetah-v4", "Hopper-v4")
     seeds: int = 3
-    total_env_steps: int = 500_000
-    evaluations: int = 10
-    eval_episodes: int = 10
-    jobs: int = 2
 
     def __post_init__(self):
         """Refuses arms that there are not."""
@@ -75,22 +60,14 @@ class Options:
             checks.choice("arms", arm, ARMS)
 
     def of_runs(self, arm: str, env: str) -> tuple[learning.Options, list[str]]:
-        """The options of an arm's runs on a task.
+        """The options of an arm's runs; see `learning.ArmOptions.of_runs`.
 
         Args:
           arm: one of `ARMS`.
           env: the task id.
         """
-        given = learning.Options(
-            agent=arm if arm in PRESETS else "dfps_fast",
-            env=env,
-            seeds=self.seeds,
-            total_env_steps=self.total_env_steps,
-            evaluations=self.evaluations,
-            eval_episodes=self.eval_episodes,
-            jobs=self.jobs,
-        )
-        return given, CHANGES.get(arm, [])
+        agent = arm if arm in PRESETS else "dfps_fast"
+        return super().of_runs(agent, env)[0], CHANGES.get(arm, [])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,11 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = command_line.parse(
         Options, sys.argv[1:] if argv is None else argv, prog=PROG
     )
-    arms = [(arm, env) for env in options.envs for arm in options.arms]
-    given = {run: options.of_runs(*run) for run in arms}
-    for of_learning, words in given.values():  # Refuses what no run could be given.
-        train.read(of_learning.argv(0, words))
-    return learning.run_arms(given, results.FOLDER / "dfps_ablations")
+    learning.run_arms(options, results.FOLDER / "dfps_ablations")
+    return 0
 
 
 if __name__ == "__main__":

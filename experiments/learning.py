@@ -14,7 +14,7 @@ import functools
 import math
 import multiprocessing
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,20 +124,66 @@ def run_seeds(options: Options, more: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def run_arms(
-    given: Mapping[tuple[str, str], tuple[Options, Sequence[str]]], folder: Path
-) -> int:
-    """Trains several arms on several tasks; a CSV each, once its seeds are done.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArmOptions:
+    """Trains several arms on several tasks, several seeds of each.
+
+    Attributes:
+      arms: which of them.
+      envs: EnvPool task ids.
+      seeds: how many; they are 0, 1, ...
+      total_env_steps: length of each run, in env steps.
+      evaluations: of each run, evenly spread.
+      eval_episodes: full episodes of each evaluation.
+      jobs: runs at a time.
+    """
+
+    arms: tuple[str, ...] = ()
+    envs: tuple[str, ...] = ("HalfCheetah-v4", "Hopper-v4")
+    seeds: int = 5
+    total_env_steps: int = 500_000
+    evaluations: int = 10
+    eval_episodes: int = 10
+    jobs: int = 2
+
+    def of_runs(self, arm: str, env: str) -> tuple[Options, list[str]]:
+        """The options of an arm's runs on a task; here, an arm is an agent.
+
+        Args:
+          arm: its name.
+          env: the task id.
+
+        Returns:
+          Those of all seeds, and further words of each run's command line.
+        """
+        given = Options(
+            agent=arm,
+            env=env,
+            seeds=self.seeds,
+            total_env_steps=self.total_env_steps,
+            evaluations=self.evaluations,
+            eval_episodes=self.eval_episodes,
+            jobs=self.jobs,
+        )
+        return given, []
+
+
+def run_arms(options: ArmOptions, folder: Path) -> None:
+    """Trains every arm on every task; a CSV each, once its seeds are done.
 
     What has a file already is not run again.
 
     Args:
-      given: by arm and task: the options of its seeds, and further ones of every run.
+      options: which they are.
       folder: where the files are, ``<arm>_<task>.csv``.
 
-    Returns:
-      The exit code, 0.
+    Raises:
+      ValueError: if an arm's options contradict each other.
     """
+    runs = [(arm, env) for env in options.envs for arm in options.arms]
+    given = {run: options.of_runs(*run) for run in runs}
+    for of_seeds, words in given.values():  # Refuses what no run could be given.
+        train.read(of_seeds.argv(0, words))
     for (arm, env), of_arm in given.items():
         path = folder / f"{arm}_{env}.csv"
         if path.exists():
@@ -149,7 +195,6 @@ def run_arms(
             path, [{"arm": arm, **row} for row in rows], final_iqm=reached
         )
         print(f"{env}, {arm}: IQM {reached}; {path}", flush=True)
-    return 0
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:

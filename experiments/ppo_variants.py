@@ -21,31 +21,16 @@ from experiments import command_line, learning, presets, results, train
 from fps_jax import checks
 
 PROG = "experiments.ppo_variants"
-ARMS = ("ppo", *presets.VARIANTS, "ppo_x4", "ppo_ewma_x4")
+VARIANTS = [name for name in presets.VARIANTS if presets.base(name) == "ppo"]
+ARMS = ("ppo", *VARIANTS, "ppo_x4", "ppo_ewma_x4")
 TIMES = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """Trains the variants of PPO.
-
-    Attributes:
-      arms: which of them; ``_x4`` is at four times the batch.
-      envs: EnvPool task ids.
-      seeds: how many; they are 0, 1, ...
-      total_env_steps: length of each run, in env steps.
-      evaluations: of each run, evenly spread.
-      eval_episodes: full episodes of each evaluation.
-      jobs: runs at a time.
-    """
+class Options(learning.ArmOptions):
+    """Trains the variants of PPO; ``_x4`` is at four times the batch."""
 
     arms: tuple[str, ...] = ARMS
-    envs: tuple[str, ...] = ("HalfCheetah-v4", "Hopper-v4")
-    seeds: int = 5
-    total_env_steps: int = 500_000
-    evaluations: int = 10
-    eval_episodes: int = 10
-    jobs: int = 2
 
     def __post_init__(self):
         """Refuses arms that there are not."""
@@ -53,22 +38,13 @@ class Options:
             checks.choice("arms", arm, ARMS)
 
     def of_runs(self, arm: str, env: str) -> tuple[learning.Options, list[str]]:
-        """The options of an arm's runs on a task.
+        """The options of an arm's runs; see `learning.ArmOptions.of_runs`.
 
         Args:
           arm: one of `ARMS`.
           env: the task id.
         """
-        agent, words = arm.removesuffix("_x4"), []
-        given = learning.Options(
-            agent=agent,
-            env=env,
-            seeds=self.seeds,
-            total_env_steps=self.total_env_steps,
-            evaluations=self.evaluations,
-            eval_episodes=self.eval_episodes,
-            jobs=self.jobs,
-        )
+        given, words = super().of_runs(arm.removesuffix("_x4"), env)
         if arm.endswith("_x4"):
             of_agent: Any
             of_agent, of_run = train.read(given.argv(0, []))
@@ -94,15 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = command_line.parse(
         Options, sys.argv[1:] if argv is None else argv, prog=PROG
     )
-    runs = [(arm, env) for env in options.envs for arm in options.arms]
     try:
-        given = [options.of_runs(*run) for run in runs]
+        learning.run_arms(options, results.FOLDER / "ppo_variants")
     except ValueError as error:
         command_line.refuse(error, prog=PROG)
-    for of_learning, words in given:  # Refuses what no run could be given.
-        train.read(of_learning.argv(0, words))
-    arms = dict(zip(runs, given, strict=True))
-    return learning.run_arms(arms, results.FOLDER / "ppo_variants")
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,15 +2,19 @@
 
 A task's row overrides the agent's defaults (first) and the run's (second), a variant
 overrides the row, and what is given on the command line overrides both. ``--preset
-auto`` takes the row of the task's own name, if there is one, ``--preset none`` takes
-none.
+auto`` takes the row of the task's own name, if there is one, or ``Atari`` for one of
+the 57 games; ``--preset none`` takes none.
 """
 
+import csv
+import functools
+from pathlib import Path
 from typing import Any
 
 Preset = tuple[dict[str, Any], dict[str, Any]]
 
 _CLASSIC = {"num_envs": 16, "rollout_steps": 64}
+_FEW = {"num_envs": 8, "rollout_steps": 8}
 _LOCOMOTION: Preset = ({}, {"num_envs": 16, "rollout_steps": 128})
 
 PRESETS: dict[str, dict[str, Preset]] = {
@@ -27,6 +31,44 @@ PRESETS: dict[str, dict[str, Preset]] = {
         ),
         "Hopper-v4": _LOCOMOTION,
         "Walker2d-v4": _LOCOMOTION,
+    },
+    "dqn": {
+        "CartPole-v1": ({}, _FEW),
+        "Acrobot-v1": ({}, _FEW),
+        "LunarLander-v3": ({"replay_capacity": 100_000}, _FEW),
+        # Mnih et al. (2015), with the changes that van Hasselt et al. (2016) tuned for
+        # Double DQN; a gradient there is of a sum over 32, so Adam's epsilon differs.
+        "Atari": (
+            {
+                "learning_rate": 2.5e-4,
+                "batch_size": 32,
+                "target_period": 30_000,
+                "learning_starts": 50_000,
+                "reward_clip": 1.0,
+                "replay_capacity": 1_000_000,
+                "final_epsilon": 0.01,
+                "exploration_steps": 1_000_000,
+                "eval_epsilon": 0.001,
+                "optimizer": "rmsprop",
+                "adam_epsilon": 0.01 / 32**2,
+            },
+            {
+                "num_envs": 8,
+                "rollout_steps": 4,
+                "total_env_steps": 50_000_000,
+                "eval_every": 1_000_000,
+                "log_every": 10_000,
+                "checkpoint_every": 5_000_000,
+                "env_options": {
+                    "stack_num": 4,
+                    "frame_skip": 4,
+                    "noop_max": 30,
+                    "episodic_life": False,
+                    "reward_clip": False,
+                    "repeat_action_probability": 0.0,
+                },
+            },
+        ),
     },
 }
 
@@ -109,6 +151,11 @@ VARIANTS: dict[str, tuple[str, Preset]] = {
     ),
     # Heess et al. (2017), arXiv:1707.02286, with its penalty on the divergence.
     "dppo_penalty": ("dfps", (_NO_CRITIC, _SHORT | {"max_lag": 0})),
+    # Schaul et al. (2016), arXiv:1511.05952, with the exponents of its table 3.
+    "dqn_proportional": ("dqn", ({"replay": "proportional"}, {})),
+    "dqn_rank_based": ("dqn", ({"replay": "rank_based"}, {})),
+    # Wang et al. (2016), arXiv:1511.06581.
+    "dqn_dueling": ("dqn", ({"dueling": True, "replay": "proportional"}, {})),
     # Yu et al. (2025), arXiv:2503.14476: the upper side is wider.
     "ppo_clip_higher": ("ppo", ({"clip_epsilon_high": 0.28}, {})),
     # Ye et al. (2020), arXiv:1912.09729.
@@ -133,6 +180,15 @@ VARIANTS: dict[str, tuple[str, Preset]] = {
 """By name: the agent that it is a variant of, and what differs."""
 
 
+@functools.cache
+def atari_scores() -> dict[str, tuple[float, float]]:
+    """Scores of random play and of a human, by task, of 57 Atari games."""
+    path = Path(__file__).parent / "atari_scores.csv"
+    lines = [x for x in path.read_text().splitlines() if not x.startswith("#")]
+    rows = csv.DictReader(lines)
+    return {row["env"]: (float(row["random"]), float(row["human"])) for row in rows}
+
+
 def base(agent: str) -> str:
     """The agent that a variant is one of; an agent is one of itself.
 
@@ -155,7 +211,8 @@ def find(agent: str, env: str, name: str) -> Preset:
     """
     rows = {"none": ({}, {})} | PRESETS.get(base(agent), {})
     if name == "auto":
-        name = env if env in rows else "none"
+        own = "Atari" if env in atari_scores() and env not in rows else env
+        name = own if own in rows else "none"
     if name not in rows:
         raise ValueError(f"preset {name!r} is not one of {['auto', *rows]}.")
     for_agent, for_run = rows[name]

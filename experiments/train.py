@@ -13,6 +13,7 @@ import tyro
 
 from experiments import command_line, figures, presets
 from fps_jax.agents.dfps import DFPSConfig
+from fps_jax.agents.dqn import DQNConfig
 from fps_jax.agents.ppo import PPOConfig
 from fps_jax.runtime import envs
 from fps_jax.runtime.checkpoints import CheckpointError
@@ -21,7 +22,11 @@ from fps_jax.runtime.training import Run
 from fps_jax.types import AgentConfig
 
 PROG = "experiments.train"
-AGENTS: dict[str, Any] = {"dfps": DFPSConfig, "ppo": PPOConfig}
+AGENTS: dict[str, Any] = {
+    "dfps": DFPSConfig,
+    "dqn": DQNConfig,
+    "ppo": PPOConfig,
+}
 
 
 def options(agent: str, env: str, preset: str) -> Any:

@@ -1,6 +1,7 @@
 """Fusion policy search, prioritized replay and PPO as pure functions in JAX."""
 
 from fps_jax.agents.dfps import DFPSConfig
+from fps_jax.agents.dqn import DQNConfig
 from fps_jax.agents.ppo import PPOConfig
 from fps_jax.runtime.journal import History
 from fps_jax.runtime.options import TrainConfig
@@ -21,6 +22,7 @@ __all__ = [
     "AgentState",
     "Continuous",
     "DFPSConfig",
+    "DQNConfig",
     "Discrete",
     "EnvSpec",
     "History",

@@ -418,3 +418,20 @@ def test_an_impossible_add_is_refused():
         add(memory, cursor, items)
     with pytest.raises(ValueError, match="3 items are not a multiple of 2"):
         add(memory, cursor, jax.tree.map(lambda x: x[:3], items))
+
+
+def test_a_stream_that_is_cut_loses_its_last_step_as_in_the_ring():
+    pair = Pair(stack=2)
+    items = experience(0, 8, 2)
+    one = jax.tree.map(lambda x: x[0], items)
+    cursor = Cursor(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+    memory = pair.mine.init(one), pair.ring.init(one)
+    *memory, cursor = pair._add(memory, cursor, items)
+    slots = jnp.array([14, -1])  # The last step of the first stream alone.
+    frames_cut, ring_cut = (
+        pair.mine.cut(memory[0], slots),
+        pair.ring.cut(memory[1], slots),
+    )
+    np.testing.assert_array_equal(frames_cut.steps.is_valid, ring_cut.is_valid)
+    assert items.is_valid[14]
+    assert jnp.sum(memory[1].is_valid) - jnp.sum(ring_cut.is_valid) == 1

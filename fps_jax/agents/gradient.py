@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Key
 from fps_jax.models.normalize import AverageState, MovingAverage
 
 Scalar = Float[Array, ""] | float
-Optimizer = Literal["adam", "sgd"]
+Optimizer = Literal["adam", "rmsprop", "sgd"]
 
 
 class Learned(NamedTuple):
@@ -34,14 +34,19 @@ def gradient_transform(
     """From a gradient to a direction of unit step size; the limit may be traced.
 
     Args:
-      optimizer: adam, or sgd for the gradient as it is.
+      optimizer: adam; rmsprop, divided by the gradient's deviation (centred, decay
+        0.95, as Mnih et al., 2015, have it); or sgd for the gradient as it is.
       max_grad_norm: longest gradient, in its global Euclidean norm, above 0.
-      adam_epsilon: added to Adam's root mean square.
+      adam_epsilon: added to Adam's root mean square, or to the deviation.
     """
-    adam = optax.scale_by_adam(eps=adam_epsilon)
+    directions = {
+        "adam": lambda: optax.scale_by_adam(eps=adam_epsilon),
+        "rmsprop": lambda: optax.scale_by_stddev(decay=0.95, eps=adam_epsilon),
+        "sgd": optax.identity,
+    }
     return optax.chain(
         optax.clip_by_global_norm(max_grad_norm),  # pyright: ignore[reportArgumentType]
-        adam if optimizer == "adam" else optax.identity(),
+        directions[optimizer](),
     )
 
 
@@ -142,9 +147,18 @@ def linear_decay(
       final_fraction: its value at the end over that at the start.
       progress: how far the run is, 0 at the start and 1 at the end.
     """
-    return jnp.asarray(
-        start * (1.0 - (1.0 - final_fraction) * jnp.clip(progress, 0.0, 1.0))
-    )
+    return linear(start, start * final_fraction, progress)
+
+
+def linear(start: Scalar, end: Scalar, progress: Scalar) -> Float[Array, ""]:
+    """A number that moves linearly from one value to another, and stays there.
+
+    Args:
+      start: its value at the start.
+      end: its value at the end.
+      progress: how far the run is, 0 at the start and 1 at the end.
+    """
+    return jnp.asarray(start + (end - start) * jnp.clip(progress, 0.0, 1.0))
 
 
 def num_minibatches(minibatch_size: int | None, rows: int, devices: int) -> int:

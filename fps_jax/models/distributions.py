@@ -3,6 +3,7 @@
 from typing import Any
 
 import distrax
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -14,6 +15,37 @@ def categorical(logits: Float[Array, "*batch actions"]) -> distrax.Distribution:
       logits: unnormalised log-probabilities, last axis over the actions.
     """
     return distrax.Categorical(logits=logits)
+
+
+def epsilon_greedy(
+    q: Float[Array, "*batch actions"], epsilon: Float[Array, "*batch"]
+) -> distrax.Distribution:
+    """The action of the largest value, or with probability epsilon any of them.
+
+        pi(a) = (1 - epsilon) 1[a = argmax q] + epsilon / actions
+
+    Of several largest the first one is taken.
+
+    Args:
+      q: values of the actions.
+      epsilon: in [0, 1].
+    """
+    size = q.shape[-1]
+    greedy = jax.nn.one_hot(jnp.argmax(q, axis=-1), size)
+    epsilon = epsilon[..., None]
+    return distrax.Categorical(probs=(1.0 - epsilon) * greedy + epsilon / size)
+
+
+def boltzmann(
+    q: Float[Array, "*batch actions"], temperature: Float[Array, "*batch"]
+) -> distrax.Distribution:
+    """The better an action, the likelier it is: ``pi(a) ~ exp(q(a) / temperature)``.
+
+    Args:
+      q: values of the actions.
+      temperature: above 0, in units of return.
+    """
+    return distrax.Categorical(logits=q / temperature[..., None])
 
 
 def diagonal_gaussian(

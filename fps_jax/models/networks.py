@@ -46,11 +46,17 @@ class MLP(nn.Module):
 
 
 class NatureCNN(nn.Module):
-    """The convolutional torso of Mnih et al. (2015), for stacks of 84 x 84 frames."""
+    """The convolutional torso of Mnih et al. (2015), for stacks of 84 x 84 frames.
+
+    Attributes:
+      hidden_sizes: width of each dense layer after the convolutions.
+    """
+
+    hidden_sizes: Sequence[int] = (512,)
 
     @nn.compact
-    def __call__(self, x: Shaped[Array, "*batch C H W"]) -> Float[Array, "*batch 512"]:
-        """Maps frames of bytes, channels first as EnvPool's, to 512 features."""
+    def __call__(self, x: Shaped[Array, "*batch C H W"]) -> Float[Array, "*batch H"]:
+        """Maps frames of bytes, channels first as EnvPool's, to the last layer."""
         x = jnp.moveaxis(x.astype(jnp.float32) / 255.0, -3, -1)
         init = nn.initializers.orthogonal(2**0.5)
         for features, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
@@ -63,7 +69,9 @@ class NatureCNN(nn.Module):
             )(x)
             x = nn.relu(x)
         x = x.reshape(*x.shape[:-3], -1)
-        return nn.relu(nn.Dense(512, kernel_init=init)(x))
+        for size in self.hidden_sizes:
+            x = nn.relu(nn.Dense(size, kernel_init=init)(x))
+        return x
 
 
 class GaussianHead(nn.Module):
@@ -120,6 +128,32 @@ class ValueHead(nn.Module):
     def __call__(self, h: Float[Array, "*batch H"]) -> Float[Array, "*batch"]:
         """Maps features to a value."""
         return nn.Dense(1, kernel_init=nn.initializers.orthogonal(1.0))(h).squeeze(-1)
+
+
+class DuelingHead(nn.Module):
+    """The values of discrete actions, from a state's and what each action adds to it.
+
+        Q(s, a) = V(s) + A(s, a) - mean_a A(s, a)
+
+    Wang et al. (2016), equation 9, arXiv:1511.06581.
+
+    Attributes:
+      num_actions: how many there are.
+      hidden_size: width of the hidden layer that V and A each have.
+      activation: of it, a key of `ACTIVATIONS`.
+    """
+
+    num_actions: int
+    hidden_size: int
+    activation: str = "relu"
+
+    @nn.compact
+    def __call__(self, h: Float[Array, "*batch H"]) -> Float[Array, "*batch A"]:
+        """Maps features to the values of all actions."""
+        stream = lambda: MLP((self.hidden_size,), self.activation)
+        advantage = nn.Dense(self.num_actions)(stream()(h))
+        value = nn.Dense(1)(stream()(h))
+        return value + advantage - jnp.mean(advantage, axis=-1, keepdims=True)
 
 
 class Critic(nn.Module):
@@ -214,18 +248,57 @@ def actor_critic(
         head = CategoricalHead(spec.action.num_actions)
     else:
         head = GaussianHead(spec.action.size, init_log_std)
-    shape = spec.observation_shape
-    if len(shape) == 1:
-        torso = MLP(hidden_sizes, activation)
-        if not shares_torso and separates_losses:
-            raise ValueError(
-                f"separates_losses {separates_losses} needs shares_torso: nothing is "
-                "shared otherwise."
-            )
-        value_torso = None if shares_torso else MLP(hidden_sizes, activation)
-        return ActorCritic(torso, head, value_torso, separates_losses)
-    if len(shape) == 3 and min(shape[1:]) >= SMALLEST_FRAME:
+    if not _reads_vectors(spec):
         return ActorCritic(NatureCNN(), head, separates_losses=separates_losses)
+    torso = MLP(hidden_sizes, activation)
+    if not shares_torso and separates_losses:
+        raise ValueError(
+            f"separates_losses {separates_losses} needs shares_torso: nothing is "
+            "shared otherwise."
+        )
+    value_torso = None if shares_torso else MLP(hidden_sizes, activation)
+    return ActorCritic(torso, head, value_torso, separates_losses)
+
+
+def q_network(
+    spec: EnvSpec, *, hidden_sizes: Sequence[int], activation: str, dueling: bool
+) -> nn.Module:
+    """Makes the network that values all actions: ``[*batch, ...]`` to ``[*batch, A]``.
+
+    Vectors are read by an `MLP`, frames by a `NatureCNN` with its own 512 units.
+
+    Args:
+      spec: the environment.
+      hidden_sizes: width of each hidden layer of the MLP, at least one.
+      activation: a key of `ACTIVATIONS`, for vectors; frames have relu.
+      dueling: the last hidden layer is twofold, see `DuelingHead`.
+
+    Raises:
+      ValueError: if the actions are continuous, the observations neither vectors nor
+        stacks of frames, or the activation is unknown.
+    """
+    checks.choice("activation", activation, ACTIVATIONS)
+    if not isinstance(spec.action, Discrete):
+        raise ValueError(f"{spec.env_id} has continuous actions; discrete are needed.")
+    is_vector = _reads_vectors(spec)
+    sizes = tuple(hidden_sizes) if is_vector else (512,)
+    shared = sizes[:-1] if dueling else sizes
+    torso = MLP(shared, activation) if is_vector else NatureCNN(shared)
+    if dueling:
+        name = activation if is_vector else "relu"
+        head: nn.Module = DuelingHead(spec.action.num_actions, sizes[-1], name)
+    else:
+        head = nn.Dense(spec.action.num_actions)
+    return nn.Sequential([torso, head])
+
+
+def _reads_vectors(spec: EnvSpec) -> bool:
+    """Whether observations are vectors; refuses all but those and stacks of frames."""
+    shape = spec.observation_shape
+    if len(shape) == 3 and min(shape[1:]) >= SMALLEST_FRAME:
+        return False
+    if len(shape) == 1:
+        return True
     raise ValueError(
         f"observations of {spec.env_id} have shape {shape}; a vector is needed, or a "
         f"stack of frames [C, H, W] of at least {SMALLEST_FRAME} x {SMALLEST_FRAME}."

@@ -1,8 +1,8 @@
-"""Targets of critics: what the value of an action should have been."""
+"""What the value of an action should have been: TD errors, and targets of critics."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from fps_jax.objectives import masked
 from fps_jax.objectives.returns import truncated_is_returns
@@ -27,6 +27,54 @@ def td_target(
       v_t: value of the state that it led to.
     """
     return jax.lax.stop_gradient(r_t + discount_t * v_t)
+
+
+def q_td_error(
+    q_tm1: Float[Array, " A"],
+    a_tm1: Int[Array, ""],
+    r_t: Float[Array, ""],
+    discount_t: Float[Array, ""],
+    q_t: Float[Array, " A"],
+    q_t_selector: Float[Array, " A"],
+) -> Float[Array, ""]:
+    """How far the value of an action was from what it came to.
+
+        delta = r_t + discount_t q_t[argmax_a q_t_selector[a]] - q_tm1[a_tm1]
+
+    With values of the online network as the selector this is Double Q-learning's (van
+    Hasselt et al., 2016, equation 4; line 10 of Algorithm 1 in Schaul et al., 2016);
+    with `q_t` itself it is Q-learning's (equation 2 of the latter). Only `q_tm1` has a
+    gradient.
+
+    Args:
+      q_tm1: values of all actions in the state that was acted in.
+      a_tm1: the action taken.
+      r_t: reward; over n steps the discounted sum of theirs.
+      discount_t: of what follows; 0 after a termination.
+      q_t: the target network's values in the state that it led to.
+      q_t_selector: values by which the action there is chosen.
+    """
+    value = q_t[jnp.argmax(q_t_selector)]
+    return td_target(r_t, discount_t, value) - q_tm1[a_tm1]
+
+
+def clipped_loss(
+    td_error: Float[Array, "*items"], clip: Scalar | None
+) -> Float[Array, "*items"]:
+    """A loss whose gradient is the TD error, clipped: half its square, then linear.
+
+        d loss / d td_error = clip(td_error, -c, c)
+
+    Mnih et al. (2015), methods; the loss of Huber (1964).
+
+    Args:
+      td_error: delta.
+      clip: c, above 0; None clips nothing.
+    """
+    if clip is None:
+        return 0.5 * jnp.square(td_error)
+    inner = jnp.clip(td_error, -clip, clip)
+    return inner * (td_error - 0.5 * inner)
 
 
 def least(q: Float[Array, " C *items"]) -> Float[Array, "*items"]:

@@ -223,10 +223,15 @@ def _stacked(
         sample = steps.get(memory.steps, cursor, slots, **options)
         return restore(sample, functools.partial(rebuild, memory))
 
+    def cut(memory: Frames, slots: Int[Array, " B"]) -> Frames:
+        assert steps.cut is not None
+        return memory._replace(steps=steps.cut(memory.steps, slots))
+
     return steps._replace(
         init=init,
         add=add,
         get=get,
+        cut=cut,
         is_last=lambda memory, slots: steps.is_last(memory.steps, slots),
         is_intact=is_intact,
     )

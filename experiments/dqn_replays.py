@@ -1,0 +1,166 @@
+"""Does prioritized replay make DQN learn faster?
+
+``python -m experiments.dqn_replays`` trains Double DQN with uniform, proportional and
+rank-based replay on three tasks, ten seeds each, with the settings of
+`experiments/presets.py`: one row a task, and for the prioritized ones a quarter of the
+step size and the exponents of table 3 (Schaul et al., 2016, arXiv:1511.05952).
+
+Every evaluation goes to ``experiments/results/dqn_replays/<arm>_<task>.csv``; what has
+a file already is not run again. ``experiments/results/dqn_replays.csv`` says of each:
+the interquartile mean of the last evaluations, and the paper's measure of learning
+speed (its figure 4): the env steps after which the mean curve is as high as uniform's
+ever is, over those that uniform takes, with a bootstrap interval over seeds.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments import command_line, learning, results
+from fps_jax import checks
+
+PROG = "experiments.dqn_replays"
+BASELINE = "dqn"
+ARMS = (BASELINE, "dqn_proportional", "dqn_rank_based")
+STEPS = {"CartPole-v1": 50_000, "Acrobot-v1": 100_000, "LunarLander-v3": 200_000}
+"""Env steps of a run, by task; 100,000 for any other."""
+RESAMPLES = 2_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(learning.ArmOptions):
+    """Trains DQN with several replays; the length of runs is the task's, unless given.
+
+    Attributes:
+      total_env_steps: length of each run, in env steps; by default the task's.
+    """
+
+    arms: tuple[str, ...] = ARMS
+    envs: tuple[str, ...] = tuple(STEPS)
+    seeds: int = 10
+    total_env_steps: int = 0
+    evaluations: int = 25
+
+    def __post_init__(self):
+        """Refuses arms that there are not."""
+        for arm in self.arms:
+            checks.choice("arms", arm, ARMS)
+
+    def of_runs(self, arm: str, env: str) -> tuple[learning.Options, list[str]]:
+        """The options of an arm's runs; see `learning.ArmOptions.of_runs`.
+
+        Args:
+          arm: one of `ARMS`.
+          env: the task id.
+        """
+        steps = self.total_env_steps or STEPS.get(env, 100_000)
+        mine = dataclasses.replace(self, total_env_steps=steps)
+        return super(Options, mine).of_runs(arm, env)
+
+
+def curves(rows: Sequence[dict[str, str]]) -> tuple[np.ndarray, np.ndarray]:
+    """The returns of the seeds' evaluations, ``[seeds, evaluations]``, and when.
+
+    Args:
+      rows: of one arm on one task.
+    """
+    seeds = sorted({row["seed"] for row in rows}, key=int)
+    every = [[r for r in rows if r["seed"] == seed] for seed in seeds]
+    steps = np.array([float(r["env_steps"]) for r in every[0]])
+    returns = np.array([[float(r["return"]) for r in mine] for mine in every])
+    return steps, returns
+
+
+def steps_to(level: float, steps: np.ndarray, curve: np.ndarray) -> float:
+    """Env steps after which a curve is as high as a level; the last, if it never is.
+
+    Args:
+      level: the return to be reached.
+      steps: of the evaluations.
+      curve: return at each of them.
+    """
+    reached = np.flatnonzero(curve >= level)
+    return float(steps[reached[0]] if reached.size else steps[-1])
+
+
+def speed(
+    baseline: tuple[np.ndarray, np.ndarray], arm: tuple[np.ndarray, np.ndarray]
+) -> tuple[float, float, float]:
+    """Env steps to the baseline's best, over those of the baseline, with an interval.
+
+    Args:
+      baseline: see `curves`.
+      arm: likewise.
+
+    Returns:
+      The ratio, below 1 if the arm is faster, and the ends of its 95 % interval over
+      resampled seeds of both.
+    """
+
+    def ratio(of_baseline: np.ndarray, of_arm: np.ndarray) -> float:
+        mean = of_baseline.mean(axis=0)
+        level = mean.max()
+        first = steps_to(level, baseline[0], mean)
+        return steps_to(level, arm[0], of_arm.mean(axis=0)) / first
+
+    rng = np.random.default_rng(0)
+    again = lambda x: x[rng.integers(len(x), size=len(x))]
+    drawn = [ratio(again(baseline[1]), again(arm[1])) for _ in range(RESAMPLES)]
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return ratio(baseline[1], arm[1]), float(low), float(high)
+
+
+def summary(folder: Path) -> list[dict[str, Any]]:
+    """What each arm reached on each task, and how soon.
+
+    Args:
+      folder: of the arms' CSVs.
+    """
+    found = [results.read_csv(path) for path in sorted(folder.glob("*.csv"))]
+    by_run = {(rows[0]["env"], rows[0]["arm"]): rows for rows in found}
+    told = []
+    for (env, arm), rows in sorted(by_run.items()):
+        iqm, low, high = results.interquartile_mean(list(curves(rows)[1][:, -1]))
+        row = {
+            "env": env,
+            "arm": arm,
+            "seeds": len({r["seed"] for r in rows}),
+            "env_steps": rows[-1]["env_steps"],
+            "final_iqm": round(iqm, 1),
+            "final_low": round(low, 1),
+            "final_high": round(high, 1),
+        }
+        names = "speed", "speed_low", "speed_high"
+        if (env, BASELINE) in by_run:
+            ratio = speed(curves(by_run[env, BASELINE]), curves(rows))
+            row |= dict(zip(names, (round(x, 3) for x in ratio), strict=True))
+        else:
+            row |= dict.fromkeys(names)
+        told.append(row)
+    return told
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains what is not there yet, and writes what was reached.
+
+    Args:
+      argv: the words after the program's name; None reads the process's own.
+    """
+    options = command_line.parse(
+        Options, sys.argv[1:] if argv is None else argv, prog=PROG
+    )
+    folder = results.FOLDER / "dqn_replays"
+    learning.run_arms(options, folder)
+    told = summary(folder)
+    results.write_csv(results.FOLDER / "dqn_replays.csv", told)
+    for row in told:
+        print(*row.values())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

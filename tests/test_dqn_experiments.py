@@ -1,0 +1,67 @@
+"""What the experiments with DQN compute from what they measured."""
+
+import numpy as np
+import pytest
+
+from experiments import atari, dqn_replays, presets, results, train, turns
+from fps_jax.runtime.envs import env_spec
+
+
+def test_scores_are_normalised_by_the_size_of_the_difference(monkeypatch):
+    assert len(presets.atari_scores()) == 57
+    for env, (random, human) in presets.atari_scores().items():
+        assert atari.normalized(env, random) == 0.0
+        np.testing.assert_allclose(atari.normalized(env, human), 1.0)
+    # Where a human plays worse than chance, a better score still is a larger one.
+    monkeypatch.setattr(presets, "atari_scores", lambda: {"Odd-v5": (20.0, 10.0)})
+    assert atari.normalized("Odd-v5", 30.0) == 1.0
+
+
+def test_every_game_that_has_scores_is_one_of_envpool_and_has_the_atari_preset():
+    for env in presets.atari_scores():
+        agent, _ = presets.find("dqn_proportional", env, "auto")
+        assert agent["optimizer"] == "rmsprop"
+    assert presets.find("dqn", "CartPole-v1", "auto")[1] == {
+        "num_envs": 8,
+        "rollout_steps": 8,
+    }
+    agent, run = train.read(["dqn", "--env", "Pong-v5"])
+    spec = env_spec("Pong-v5", env_options=run.env_options)
+    assert spec.observation_shape == (4, 84, 84)
+    assert (agent.reward_clip, agent.eval_epsilon) == (1.0, 0.001)
+
+
+def curve(*levels):
+    """Two seeds whose mean is what is given, at 10, 20, ... steps."""
+    mean = np.array(levels, float)
+    return 10.0 * (1 + np.arange(len(levels))), np.stack([mean - 1.0, mean + 1.0])
+
+
+def test_speed_is_the_steps_to_the_best_of_the_baseline_over_its_own():
+    baseline = curve(0, 5, 8, 7)
+    ratio, low, high = dqn_replays.speed(baseline, curve(0, 8, 3, 3))
+    assert ratio == pytest.approx(20 / 30)
+    assert low <= ratio <= high
+    assert dqn_replays.speed(baseline, baseline)[0] == 1.0
+    # An arm that never gets there counts as if it did at its end.
+    assert dqn_replays.speed(baseline, curve(0, 1, 2, 3))[0] == pytest.approx(40 / 30)
+
+
+def test_arms_become_a_summary(tmp_path):
+    for arm, last in (("dqn", 5.0), ("dqn_proportional", 7.0)):
+        rows = [
+            {"arm": arm, "env": "A-v1", "seed": s, "env_steps": t, "return": r}
+            for s in range(4)
+            for t, r in ((10, 0.0), (20, last))
+        ]
+        results.write_csv(tmp_path / f"{arm}_A-v1.csv", rows)
+    told = dqn_replays.summary(tmp_path)
+    assert [(r["arm"], r["final_iqm"], r["speed"]) for r in told] == [
+        ("dqn", 5.0, 1.0),
+        ("dqn_proportional", 7.0, 1.0),
+    ]
+
+
+def test_rates_start_where_learning_has():
+    marks = [(10, 1.0), (20, 2.0), (30, 3.0), (50, 4.0)]
+    assert turns.rate(marks, after=20)["steps_per_s"] == 20.0

@@ -2,8 +2,9 @@
 
 ``python -m experiments.dqn_replays`` trains Double DQN with uniform, proportional and
 rank-based replay on three tasks, ten seeds each, with the settings of
-`experiments/presets.py`: one row a task, and for the prioritized ones a quarter of the
-step size and the exponents of table 3 (Schaul et al., 2016, arXiv:1511.05952).
+`experiments/presets.py`: one for all, and for the prioritized ones the exponents of
+table 3 (Schaul et al., 2016, arXiv:1511.05952). Arms that end in ``_quarter`` have the
+paper's quarter of the step size as well.
 
 Every evaluation goes to ``experiments/results/dqn_replays/<arm>_<task>.csv``; what has
 a file already is not run again. ``experiments/results/dqn_replays.csv`` says of each:
@@ -25,8 +26,10 @@ from fps_jax import checks
 
 PROG = "experiments.dqn_replays"
 BASELINE = "dqn"
-ARMS = (BASELINE, "dqn_proportional", "dqn_rank_based")
-STEPS = {"CartPole-v1": 50_000, "Acrobot-v1": 100_000, "LunarLander-v3": 200_000}
+REPLAYS = (BASELINE, "dqn_proportional", "dqn_rank_based")
+QUARTER = "_quarter"
+ARMS = (*REPLAYS, *(f"{name}{QUARTER}" for name in REPLAYS[1:]))
+STEPS = {"CartPole-v1": 50_000, "Acrobot-v1": 50_000, "LunarLander-v3": 100_000}
 """Env steps of a run, by task; 100,000 for any other."""
 RESAMPLES = 2_000
 
@@ -39,7 +42,7 @@ class Options(learning.ArmOptions):
       total_env_steps: length of each run, in env steps; by default the task's.
     """
 
-    arms: tuple[str, ...] = ARMS
+    arms: tuple[str, ...] = REPLAYS
     envs: tuple[str, ...] = tuple(STEPS)
     seeds: int = 10
     total_env_steps: int = 0
@@ -59,7 +62,10 @@ class Options(learning.ArmOptions):
         """
         steps = self.total_env_steps or STEPS.get(env, 100_000)
         mine = dataclasses.replace(self, total_env_steps=steps)
-        return super(Options, mine).of_runs(arm, env)
+        given, words = super(Options, mine).of_runs(arm.removesuffix(QUARTER), env)
+        if arm.endswith(QUARTER):
+            words = ["--prioritized-learning-rate-fraction", "0.25"]
+        return given, words
 
 
 def curves(rows: Sequence[dict[str, str]]) -> tuple[np.ndarray, np.ndarray]:

@@ -15,6 +15,14 @@ Preset = tuple[dict[str, Any], dict[str, Any]]
 
 _CLASSIC = {"num_envs": 16, "rollout_steps": 64}
 _FEW = {"num_envs": 8, "rollout_steps": 8}
+_VECTORS = {
+    "replay_period": 2,
+    "target_period": 256,
+    "n_step": 3,
+    "final_learning_rate_fraction": 0.0,
+    # Adam divides by the gradient's size: a quarter learned slower.
+    "prioritized_learning_rate_fraction": 1.0,
+}
 _LOCOMOTION: Preset = ({}, {"num_envs": 16, "rollout_steps": 128})
 
 PRESETS: dict[str, dict[str, Preset]] = {
@@ -33,9 +41,9 @@ PRESETS: dict[str, dict[str, Preset]] = {
         "Walker2d-v4": _LOCOMOTION,
     },
     "dqn": {
-        "CartPole-v1": ({}, _FEW),
-        "Acrobot-v1": ({}, _FEW),
-        "LunarLander-v3": ({"replay_capacity": 100_000}, _FEW),
+        "CartPole-v1": (_VECTORS, _FEW),
+        "Acrobot-v1": (_VECTORS, _FEW),
+        "LunarLander-v3": (_VECTORS | {"replay_capacity": 100_000}, _FEW),
         # Mnih et al. (2015), with the changes that van Hasselt et al. (2016) tuned for
         # Double DQN; a gradient there is of a sum over 32, so Adam's epsilon differs.
         "Atari": (

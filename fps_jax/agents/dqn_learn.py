@@ -122,12 +122,11 @@ def make_learning(
         )
         progress = state.env_steps.astype(jnp.float32) / hyper.total_env_steps
         memory = _with_exponent(options, of_replay, hyper, memory, progress, axis_name)
-        beta = gradient.linear(
-            hyper.importance_exponent, hyper.final_importance_exponent, progress
-        )
         size = memory.replay.cursor.size * devices
         is_ready = size >= options.learning_starts
-        one = _replay_once(options, network, of_replay, state, beta, devices, axis_name)
+        one = _replay_once(
+            options, network, of_replay, state, progress, devices, axis_name
+        )
         replayed = jax.lax.fori_loop(
             0,
             jnp.where(is_ready, steps, 0),
@@ -148,7 +147,7 @@ def make_learning(
         metrics = _means(replayed, jnp.where(is_ready, steps, 1), axis_name) | {
             "env_steps": made,
             "exploration": exploration.scheduled(options, hyper, state.env_steps),
-            "importance_exponent": beta,
+            "importance_exponent": _beta(hyper, progress),
             "gradient_steps": replayed.gradient_steps,
             "replay_size": size,
         }
@@ -224,6 +223,12 @@ def _transform(options: DQNOptions, hyper: Hyper) -> optax.GradientTransformatio
     )
 
 
+def _beta(hyper: Hyper, progress: Float[Array, ""]) -> Float[Array, ""]:
+    """The exponent of the importance weights, how far the run is."""
+    first, last = hyper.importance_exponent, hyper.final_importance_exponent
+    return gradient.linear(first, last, progress)
+
+
 def _with_exponent(
     options: DQNOptions,
     of_replay: Replay,
@@ -246,7 +251,7 @@ def _replay_once(
     network: nn.Module,
     of_replay: Replay,
     state: DQNState,
-    beta: Float[Array, ""],
+    progress: Float[Array, ""],
     devices: int,
     axis_name: str | None,
 ) -> Callable[[Array, Replayed], Replayed]:
@@ -257,11 +262,13 @@ def _replay_once(
             "learner devices."
         )
     hyper, num_levels = state.hyper, len(options.exploration_levels)
-    key = jax.random.fold_in(state.key, state.update)
+    key, beta = jax.random.fold_in(state.key, state.update), _beta(hyper, progress)
     descend = gradient.gradient_step(
         _loss(options, network, hyper, axis_name),
         _transform(options, hyper),
-        learning_rate=hyper.learning_rate,
+        learning_rate=gradient.linear_decay(
+            hyper.learning_rate, hyper.final_learning_rate_fraction, progress
+        ),
         averaging=None,
         axis_name=axis_name,
     )

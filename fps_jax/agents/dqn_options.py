@@ -26,6 +26,7 @@ class Hyper(NamedTuple):
 
     total_env_steps: Number
     learning_rate: Number
+    final_learning_rate_fraction: Number
     gamma: Number
     reward_clip: Number | None
     td_error_clip: Number | None
@@ -57,6 +58,8 @@ class DQNOptions:
       learning_rate: step size with uniform replay.
       prioritized_learning_rate_fraction: step size of any other replay over that; a
         quarter in the paper, since large errors are replayed more often.
+      final_learning_rate_fraction: step size at the end over that at the start, in
+        [0, 1]; it moves linearly in env steps. 1 keeps it constant.
       gamma: discount of one step, in [0, 1].
       n_step: steps of a transition.
       batch_size: transitions of a gradient step, over all devices, which divide it.
@@ -103,6 +106,7 @@ class DQNOptions:
     dueling: bool = False
     learning_rate: float = 1e-3
     prioritized_learning_rate_fraction: float = 0.25
+    final_learning_rate_fraction: float = 1.0
     gamma: float = 0.99
     n_step: int = 1
     batch_size: int = 64
@@ -178,6 +182,7 @@ def _check_ranges(options: DQNOptions) -> None:
     )
     check("learning_rate", "prioritized_learning_rate_fraction", "learning_starts")
     check("gamma", "epsilon", "final_epsilon", "eval_epsilon", high=1)
+    check("final_learning_rate_fraction", high=1)
     check("importance_exponent", "final_importance_exponent", high=1)
     check("priority_exponent", "priority_epsilon", "predecessor_coef")
     check("final_priority_exponent", ends="()")

@@ -45,7 +45,9 @@ PRESETS: dict[str, dict[str, Preset]] = {
         "Acrobot-v1": (_VECTORS, _FEW),
         "LunarLander-v3": (_VECTORS | {"replay_capacity": 100_000}, _FEW),
         # Mnih et al. (2015), with the changes that van Hasselt et al. (2016) tuned for
-        # Double DQN; a gradient there is of a sum over 32, so Adam's epsilon differs.
+        # Double DQN; a gradient there is of a sum over 32, so the epsilon differs.
+        # EnvPool's own defaults are theirs: stacks of 4, 4 frames a step, up to 30
+        # no-ops, whole episodes.
         "Atari": (
             {
                 "learning_rate": 2.5e-4,
@@ -67,14 +69,6 @@ PRESETS: dict[str, dict[str, Preset]] = {
                 "eval_every": 1_000_000,
                 "log_every": 10_000,
                 "checkpoint_every": 5_000_000,
-                "env_options": {
-                    "stack_num": 4,
-                    "frame_skip": 4,
-                    "noop_max": 30,
-                    "episodic_life": False,
-                    "reward_clip": False,
-                    "repeat_action_probability": 0.0,
-                },
             },
         ),
     },

@@ -29,6 +29,7 @@ SMALL = {
     "target_period": 2 * (ROWS // 3),
     "learning_starts": 0,
     "replay_capacity": CAPACITY,
+    "normalize_observations": False,
     "hidden_sizes": (5,),
     "activation": "tanh",
 }

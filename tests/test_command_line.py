@@ -58,7 +58,10 @@ def refusal(capsys, words):
         ("ppo --env CartPole-v1 --env-options frame_skip 4", ["frame_skip"]),
         ("dqn --env CartPole-v1 --replay heap", ["replay", "heap", "rank_based"]),
         ("dqn --env HalfCheetah-v4", ["HalfCheetah-v4", "continuous"]),
-        ("dqn --env CartPole-v1 --num-envs 3", ["replay_period 4", "24 rows"]),
+        (
+            "dqn --num-envs 1 --rollout-steps 3 --learner-devices 1 --env CartPole-v1",
+            ["replay_period 2", "3 rows"],
+        ),
         ("ppo --resume-step 3", ["resume_step 3", "resume"]),
         ("sarsa", ["'sarsa'", "ppo"]),
         ("", ["first word", "ppo"]),

@@ -96,6 +96,7 @@ OPTIONS = {
         "exploration": "boltzmann",
         "exploration_levels": (0.5, 0.1),
         "predecessor_coef": 0.5,
+        "normalize_observations": True,
         "optimizer": "rmsprop",
         "adam_epsilon": 1e-2,
     },

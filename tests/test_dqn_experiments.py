@@ -28,6 +28,7 @@ def test_every_game_that_has_scores_is_one_of_envpool_and_has_the_atari_preset()
     agent, run = train.read(["dqn", "--env", "Pong-v5"])
     spec = env_spec("Pong-v5", env_options=run.env_options)
     assert spec.observation_shape == (4, 84, 84)
+    assert spec.max_episode_steps == 108_000 // 4
     assert (agent.reward_clip, agent.eval_epsilon) == (1.0, 0.001)
 
 

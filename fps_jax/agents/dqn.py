@@ -15,11 +15,12 @@ from jaxtyping import Array, Float, Key, Shaped
 
 from fps_jax.agents import dqn_exploration as exploration
 from fps_jax.agents import memory as memories
-from fps_jax.agents.dqn_learn import DQNState, make_learning
+from fps_jax.agents.dqn_learn import DQNState, make_learning, observe
 from fps_jax.agents.dqn_options import DQNOptions
 from fps_jax.agents.memory import Memory
 from fps_jax.models import distributions
 from fps_jax.models.networks import q_network
+from fps_jax.models.normalize import MomentsState, running_moments
 from fps_jax.replay import frames, replay, ring
 from fps_jax.replay.replay import Replay
 from fps_jax.types import Agent, AgentState, EnvSpec, Metrics, Trajectory
@@ -51,6 +52,7 @@ class ActorParams(NamedTuple):
 
     Attributes:
       params: of the network.
+      observation_moments: frozen with them; None unless observations are standardised.
       level: epsilon, or the temperature, of the schedule.
       probabilities: ``[K]``, of the levels that are drawn from instead.
       offset: decides which environment has which level until the next push.
@@ -58,6 +60,7 @@ class ActorParams(NamedTuple):
     """
 
     params: Any
+    observation_moments: MomentsState | None
     level: Float[Array, ""]
     probabilities: Float[Array, " K"]
     offset: Float[Array, ""]
@@ -135,7 +138,10 @@ def make_agent(
         key_params, key_learn = jax.random.split(key)
         blank = jnp.zeros((1, *spec.observation_shape), spec.observation_dtype)
         params = network.init(key_params, blank)
-        learner = learning.init(params, options.hyper(total_env_steps), key_learn)
+        hyper, moments = options.hyper(total_env_steps), None
+        if options.normalize_observations and len(spec.observation_shape) == 1:
+            moments = running_moments(spec.observation_shape).init()
+        learner = learning.init(params, moments, hyper, key_learn)
         kept = {"level": jax.ShapeDtypeStruct((), jnp.int32)} if num_levels else {}
         memory = memories.init(of_replay, spec, num_envs=num_envs, behaviour=kept)
         return AgentState(learner, memory)
@@ -145,6 +151,7 @@ def make_agent(
         offset = jnp.zeros(()) if key is None else jax.random.uniform(key)
         return ActorParams(
             params=learner.q.params,
+            observation_moments=learner.observation_moments,
             level=exploration.scheduled(options, hyper, learner.env_steps),
             probabilities=exploration.probabilities(
                 learner.feedback, hyper.feedback_floor
@@ -161,6 +168,7 @@ def make_agent(
         explore: bool,
     ):
         envs = observation.shape[0]
+        observation = observe(params.observation_moments, observation)
         q: Any = network.apply(params.params, observation)
         if not explore:
             epsilon = jnp.broadcast_to(params.eval_epsilon, (envs,))

@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, Shaped
 
 from fps_jax.agents import dqn_exploration as exploration
 from fps_jax.agents import gradient
@@ -16,6 +16,7 @@ from fps_jax.agents.dqn_exploration import Feedback
 from fps_jax.agents.dqn_options import DQNOptions, Hyper
 from fps_jax.agents.gradient import Learned
 from fps_jax.agents.memory import Memory
+from fps_jax.models.normalize import MomentsState, normalize, running_moments
 from fps_jax.objectives import masked, q_learning
 from fps_jax.replay import priorities
 from fps_jax.replay.replay import Replay
@@ -29,6 +30,8 @@ class DQNState(NamedTuple):
     Attributes:
       q: parameters of the network, and their optimiser.
       target: parameters of the target network.
+      observation_moments: of the observations that the actors saw; None unless they
+        are standardised.
       feedback: counts by level of exploration; ``[0]`` without levels.
       hyper: the numeric hyper-parameters.
       key: root of the learner's random numbers; folded with `update`.
@@ -39,6 +42,7 @@ class DQNState(NamedTuple):
 
     q: Learned
     target: Any
+    observation_moments: MomentsState | None
     feedback: Feedback
     hyper: Hyper
     key: Key[Array, ""]
@@ -51,7 +55,7 @@ class Learning(NamedTuple):
     """DQN's learner.
 
     Attributes:
-      init: ``init(params, hyper, key) -> DQNState``.
+      init: ``init(params, observation_moments, hyper, key) -> DQNState``.
       step: ``step(state, memory, trajectory, axis_name) -> (state, memory, metrics)``.
     """
 
@@ -94,12 +98,18 @@ def make_learning(
     """
     num_levels = len(options.exploration_levels)
 
-    def init(params: Any, hyper: Hyper, key: Key[Array, ""]) -> DQNState:
+    def init(
+        params: Any,
+        observation_moments: MomentsState | None,
+        hyper: Hyper,
+        key: Key[Array, ""],
+    ) -> DQNState:
         zero = jnp.zeros((), jnp.int32)
         optimizer = _transform(options, hyper).init(params)
         return DQNState(
             q=Learned(params, optimizer, None),
             target=params,
+            observation_moments=observation_moments,
             feedback=exploration.init(num_levels),
             hyper=hyper,
             key=key,
@@ -157,6 +167,7 @@ def make_learning(
         state = state._replace(
             q=replayed.learned,
             target=replayed.target,
+            observation_moments=_seen(state, trajectory, axis_name),
             feedback=feedback,
             update=state.update + 1,
             gradient_steps=replayed.gradient_steps,
@@ -183,6 +194,33 @@ def num_steps(options: DQNOptions, rows: int) -> int:
             "update (num_envs x rollout_steps x actors)."
         )
     return rows // options.replay_period
+
+
+def observe(
+    state: MomentsState | None, observation: Shaped[Array, "*batch"]
+) -> Shaped[Array, "*batch"]:
+    """Observations as the network reads them.
+
+    Args:
+      state: by what they are standardised, if they are.
+      observation: as the environment gave them.
+    """
+    return observation if state is None else normalize(state, observation)
+
+
+def _seen(
+    state: DQNState, trajectory: Trajectory, axis_name: str | None
+) -> MomentsState | None:
+    """The moments after an update, in which they were frozen."""
+    moments = state.observation_moments
+    if moments is None:
+        return None
+    return running_moments(moments.mean.shape).update(
+        moments,
+        trajectory.observation[:-1],
+        trajectory.is_valid,
+        axis_name=axis_name,
+    )
 
 
 def _fed_back(
@@ -264,7 +302,7 @@ def _replay_once(
     hyper, num_levels = state.hyper, len(options.exploration_levels)
     key, beta = jax.random.fold_in(state.key, state.update), _beta(hyper, progress)
     descend = gradient.gradient_step(
-        _loss(options, network, hyper, axis_name),
+        _loss(options, network, state, axis_name),
         _transform(options, hyper),
         learning_rate=gradient.linear_decay(
             hyper.learning_rate, hyper.final_learning_rate_fraction, progress
@@ -319,10 +357,12 @@ def _replay_once(
 
 
 def _loss(
-    options: DQNOptions, network: nn.Module, hyper: Hyper, axis_name: str | None
+    options: DQNOptions, network: nn.Module, state: DQNState, axis_name: str | None
 ) -> Callable[..., Any]:
     """This device's share of the weighted loss, with errors, values and losses."""
-    values: Any = network.apply
+
+    def values(params: Any, observation: Array) -> Any:
+        return network.apply(params, observe(state.observation_moments, observation))
 
     def loss_fn(params: Any, average: Any, given: tuple[Sample, Any]):
         sample, target = given
@@ -335,7 +375,7 @@ def _loss(
         td_error = jax.vmap(q_learning.q_td_error)(
             q_tm1, items.action, items.reward, items.discount, following, selector
         )
-        loss = q_learning.clipped_loss(td_error, hyper.td_error_clip)
+        loss = q_learning.clipped_loss(td_error, state.hyper.td_error_clip)
         mean = masked.share_of_mean(sample.is_valid, axis_name=axis_name)
         taken = jnp.take_along_axis(q_tm1, items.action[:, None], axis=1)[:, 0]
         return mean(sample.importance_weights * loss), (td_error, taken, loss)

@@ -94,6 +94,7 @@ class DQNOptions:
         transition that was made with it has been replayed (section 6). By default none.
       feedback_decay: share of those counts that every update leaves, in [0, 1].
       feedback_floor: share of the draws that are of any level, in (0, 1].
+      normalize_observations: standardise vector observations by their running moments.
       optimizer: how gradients become steps.
       adam_epsilon: see `gradient.gradient_transform`.
       max_grad_norm: longest gradient, in its global Euclidean norm, above 0.
@@ -135,6 +136,7 @@ class DQNOptions:
     exploration_levels: tuple[float, ...] = ()
     feedback_decay: float = 0.99
     feedback_floor: float = 0.2
+    normalize_observations: bool = True
     optimizer: Literal["adam", "rmsprop", "sgd"] = "adam"
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 10.0

@@ -319,6 +319,7 @@ def test_it_learns_to_wait_for_the_larger_reward():
         learning_starts=96,
         replay_capacity=1_000,
         hidden_sizes=(8,),
+        normalize_observations=False,
         final_epsilon=0.3,
         exploration_steps=2_000,
     )

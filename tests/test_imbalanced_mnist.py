@@ -197,18 +197,18 @@ def twin_losses(params, images, labels):
     """Negative log-likelihoods in float64, and their gradients by ``backward``."""
     layer = lambda name: [of[name][x] for x in ("kernel", "bias")]
     of = params["params"]
-    convolutions = [of[f"Convolution_{k}"]["Dense_0"] for k in range(2)]
+    convolutions = [of[f"Convolution_{k}"] for k in range(2)]
     x = images[..., None] / 255.0
     saved = []
     for convolution in convolutions:
         kernel = convolution["kernel"].reshape(5, 5, x.shape[-1], -1)
-        active = np.maximum(convolve(x, kernel) + convolution["bias"], 0.0)
+        active = np.maximum(convolve(x, kernel) + convolution["bias"][:, 0], 0.0)
         b, h, w, c = active.shape
         windows = active.reshape(b, h // 2, 2, w // 2, 2, c)
         largest = windows.max(axis=(2, 4))
         saved.append((x, kernel, active, windows, largest))
         x = largest
-    flat = x.reshape(len(x), -1)
+    flat = x.transpose(0, 3, 1, 2).reshape(len(x), -1)
     (kernel_0, bias_0), (kernel_1, bias_1) = layer("Dense_0"), layer("Dense_1")
     hidden = np.maximum(flat @ kernel_0 + bias_0, 0.0)
     logits = hidden @ kernel_1 + bias_1
@@ -221,7 +221,8 @@ def twin_losses(params, images, labels):
         gradient = {"Dense_1": {"kernel": hidden.T @ g, "bias": g.sum(axis=0)}}
         g = (g @ kernel_1.T) * (hidden > 0)
         gradient["Dense_0"] = {"kernel": flat.T @ g, "bias": g.sum(axis=0)}
-        g = (g @ kernel_0.T).reshape(x.shape)
+        b, h, w, c = x.shape
+        g = (g @ kernel_0.T).reshape(b, c, h, w).transpose(0, 2, 3, 1)
         for below, kernel, active, windows, largest in reversed(saved):
             # Where nothing is drawn all four are the largest, and share the gradient.
             share = windows == largest[:, :, None, :, None]
@@ -232,8 +233,8 @@ def twin_losses(params, images, labels):
             of_kernel = np.einsum("bhwcij,bhwf->ijcf", windows_below, g)
             of_kernel = of_kernel.reshape(-1, g.shape[-1])
             name = f"Convolution_{1 if 'Convolution_1' not in gradient else 0}"
-            of_layer = {"kernel": of_kernel, "bias": g.sum(axis=(0, 1, 2))}
-            gradient[name] = {"Dense_0": of_layer}
+            of_bias = g.sum(axis=(0, 1, 2))[:, None]
+            gradient[name] = {"kernel": of_kernel, "bias": of_bias}
             padded = np.pad(g, ((0, 0), (4, 4), (4, 4), (0, 0)))
             g = convolve(padded, kernel[::-1, ::-1].swapaxes(2, 3))
         return {"params": gradient}

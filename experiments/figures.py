@@ -188,11 +188,12 @@ def draw_imbalanced(path: Path, to: Path) -> None:
     """
     rows = [r for r in results.read_csv(path) if r["is_selected"] == "True"]
     figure = Figure(figsize=(9.0, 3.4), layout="constrained")
-    panels = {
+    titles = {
         "test_errors": "misclassified of the balanced test set",
         "test_loss": "negative log-likelihood of the test set",
     }
-    for axes, (column, title) in zip(figure.subplots(1, 2), panels.items()):
+    panels = figure.subplots(1, 2)
+    for axes, (column, title) in zip(panels, titles.items(), strict=True):
         for arm, colour in zip(dict.fromkeys(r["arm"] for r in rows), COLOURS):
             of_seeds: dict[str, list[dict[str, str]]] = {}
             for row in rows:
@@ -209,7 +210,7 @@ def draw_imbalanced(path: Path, to: Path) -> None:
         axes.set_title(title, fontsize="medium")
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylim(bottom=0)
-    axes.legend(frameon=False)
+    panels[0].legend(frameon=False)
     figure.supxlabel("thousand updates: median and range of seeds", fontsize="medium")
     to.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(to, dpi=150)

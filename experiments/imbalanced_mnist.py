@@ -137,6 +137,7 @@ class Trials:
         """
         self._options, self._split = options, split
         self._network = imbalanced_step.LeNet()
+        self._init = jax.jit(self._network.init)
         self._evaluate = imbalanced_step.make_evaluation(self._network)
         self._programs = functools.cache(self._make_programs)
 
@@ -171,7 +172,7 @@ class Trials:
         replay, train = self._programs(arm == "prioritized")
         root = jax.random.key(seed)
         images = split.train.images[:1]
-        params = jax.jit(self._network.init)(jax.random.fold_in(root, 0), images)
+        params = self._init(jax.random.fold_in(root, 0), images)
         learner = Learner(params, imbalanced_step.filled(replay, split.train))
         weight = options.rare_weight if arm == "informed" else 1.0
         rates = Rates(jnp.float32(step_size), jnp.float32(weight))

@@ -175,9 +175,11 @@ def make_step(
       what was drawn, without any weight.
     """
 
+    apply: Callable[..., Any] = network.apply
+
     def loss(params, rates, sample):
         labels = sample.items["label"].astype(jnp.int32)
-        log_probability = network.apply(params, sample.items["image"])
+        log_probability = apply(params, sample.items["image"])
         losses = -jnp.take_along_axis(log_probability, labels[:, None], axis=1)[:, 0]
         weights = jnp.where(labels < mnist.RARE, rates.rare_weight, 1.0)
         return jnp.mean(sample.importance_weights * weights * losses), losses
@@ -232,11 +234,12 @@ def make_evaluation(
     Args:
       network: maps images to log-probabilities.
     """
+    apply: Callable[..., Any] = network.apply
 
     @jax.jit
     def of_chunk(params, images, labels):
         labels = labels.astype(jnp.int32)
-        log_probability = network.apply(params, images)
+        log_probability = apply(params, images)
         losses = -jnp.take_along_axis(log_probability, labels[:, None], axis=1)
         is_wrong = jnp.argmax(log_probability, axis=1).astype(jnp.int32) != labels
         return jnp.sum(is_wrong, dtype=jnp.int32), jnp.sum(losses)

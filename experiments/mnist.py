@@ -151,7 +151,7 @@ def download(folder: Path) -> None:
     if all(_find(folder, part, kind) for part in PARTS for kind in KINDS):
         return
     try:
-        from sklearn.datasets import fetch_openml
+        from sklearn.datasets import fetch_openml  # pyright: ignore
     except ImportError:
         raise ValueError(
             "download needs scikit-learn: pip install scikit-learn."

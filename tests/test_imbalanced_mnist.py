@@ -329,12 +329,21 @@ def linear(prioritized, digits):
 
 
 def follow(
-    steps, digits, *, count, rare_weight=1.0, of_error=None, beta=0.0, twin=twin_losses
+    steps,
+    digits,
+    *,
+    count,
+    step_size=STEP_SIZE,
+    rare_weight=1.0,
+    of_error=None,
+    beta=0.0,
+    twin=twin_losses,
 ):
-    """Steps beside their twin; the learner, and the priorities the twin comes to."""
+    """Steps beside their twin; the learner, its priorities, and the digits drawn."""
     learner = steps.learner
     params, priorities = as_float64(learner.params), np.ones(N)
-    rates = Rates(jnp.float32(STEP_SIZE), jnp.float32(rare_weight))
+    rates = Rates(jnp.float32(step_size), jnp.float32(rare_weight))
+    seen = set()
     for key in jax.random.split(jax.random.key(7), count):
         _, sample = steps.draw(learner.replay, jax.random.clone(key))
         slots = np.asarray(sample.ticket.slot)
@@ -348,7 +357,8 @@ def follow(
         weights = np.where(labels < 5, rare_weight, 1.0) / B
         importance = probability[slots] ** -beta
         gradient = backward(weights * importance / importance.max())
-        params = jax.tree.map(lambda x, g: x - STEP_SIZE * g, params, gradient)
+        params = jax.tree.map(lambda x, g: x - step_size * g, params, gradient)
+        seen |= set(labels.tolist())
         np.testing.assert_allclose(mean_loss, losses.mean(), rtol=1e-4)
         for ours, theirs in zip(
             jax.tree.leaves(learner.params), jax.tree.leaves(params), strict=True
@@ -356,7 +366,7 @@ def follow(
             np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=2e-5)
         if of_error is not None:
             priorities[slots] = of_error(losses) + EPSILON
-    return learner, priorities
+    return learner, priorities, seen
 
 
 def test_a_uniform_step_is_its_twin_s(uniform, digits):
@@ -364,11 +374,12 @@ def test_a_uniform_step_is_its_twin_s(uniform, digits):
 
 
 def test_an_informed_step_weighs_the_rare_digits_losses(uniform, digits):
-    follow(uniform, digits, count=1, rare_weight=100.0)
+    *_, seen = follow(uniform, digits, count=6, step_size=5e-4, rare_weight=100.0)
+    assert {0, 4, 5, 9} <= seen
 
 
 def test_a_prioritized_step_is_its_twin_s_and_draws_by_last_losses(prioritized, digits):
-    learner, priorities = follow(
+    learner, priorities, _ = follow(
         prioritized, digits, count=4, of_error=lambda losses: losses
     )
     assert priorities.max() > 1.5 * priorities.min()

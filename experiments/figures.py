@@ -2,8 +2,9 @@
 
 ``python -m experiments.figures`` draws ``experiments/figures/<name>.png`` for every
 group of ``experiments/results/<name>_<task>.csv`` that `experiments.learning` wrote,
-``ppo_variants.png`` from what `experiments.ppo_variants` wrote, and
-``dfps_ablations.png`` from what `experiments.dfps_ablations` wrote.
+``ppo_variants.png`` from what `experiments.ppo_variants` wrote,
+``dfps_ablations.png`` from what `experiments.dfps_ablations` wrote, and
+``imbalanced_mnist.png`` from what `experiments.imbalanced_mnist` wrote.
 """
 
 import sys
@@ -177,6 +178,44 @@ def draw_arms(paths: Sequence[Path], to: Path) -> None:
     figure.savefig(to, dpi=150)
 
 
+def draw_imbalanced(path: Path, to: Path) -> None:
+    """Draws test errors and test loss by updates: median and range of the seeds.
+
+    Args:
+      path: the CSV that `experiments.imbalanced_mnist` wrote; of each arm the selected
+        step-size is drawn.
+      to: the PNG.
+    """
+    rows = [r for r in results.read_csv(path) if r["is_selected"] == "True"]
+    figure = Figure(figsize=(9.0, 3.4), layout="constrained")
+    titles = {
+        "test_errors": "misclassified of the balanced test set",
+        "test_loss": "negative log-likelihood of the test set",
+    }
+    panels = figure.subplots(1, 2)
+    for axes, (column, title) in zip(panels, titles.items(), strict=True):
+        for arm, colour in zip(dict.fromkeys(r["arm"] for r in rows), COLOURS):
+            of_seeds: dict[str, list[dict[str, str]]] = {}
+            for row in rows:
+                if row["arm"] == arm:
+                    of_seeds.setdefault(row["seed"], []).append(row)
+            curves = list(of_seeds.values())
+            updates = np.array([int(r["updates"]) for r in curves[0]]) / 1e3
+            values = np.array([[float(r[column]) for r in rs] for rs in curves])
+            low, high = values.min(axis=0), values.max(axis=0)
+            axes.fill_between(updates, low, high, color=colour, alpha=0.2, linewidth=0)
+            label = f"{arm}, step-size {float(curves[0][0]['step_size']):g}"
+            median = np.median(values, axis=0)
+            axes.plot(updates, median, color=colour, linewidth=2, label=label)
+        axes.set_title(title, fontsize="medium")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_ylim(bottom=0)
+    panels[0].legend(frameon=False)
+    figure.supxlabel("thousand updates: median and range of seeds", fontsize="medium")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(to, dpi=150)
+
+
 def _finish(figure: Figure, to: Path) -> None:
     """Labels a figure of learning curves and writes it."""
     figure.supxlabel("thousand env steps", fontsize="medium")
@@ -220,6 +259,10 @@ def main() -> int:
     if ablations:
         draw_arms(ablations, FOLDER / "dfps_ablations.png")
         print(FOLDER / "dfps_ablations.png")
+    imbalanced = results.FOLDER / "imbalanced_mnist.csv"
+    if imbalanced.exists():
+        draw_imbalanced(imbalanced, FOLDER / "imbalanced_mnist.png")
+        print(FOLDER / "imbalanced_mnist.png")
     return 0
 
 

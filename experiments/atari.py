@@ -31,12 +31,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import command_line, presets, results, train, turns
+from experiments import command_line, presets, results, synthetic, train, turns
 from fps_jax import checks
 from fps_jax.agents.dqn import make_agent, make_replay
 from fps_jax.runtime.envs import env_spec
 from fps_jax.runtime.options import TrainConfig
-from fps_jax.types import Discrete, Trajectory
+from fps_jax.types import Discrete
 
 PROG = "experiments.atari"
 
@@ -140,21 +140,8 @@ def replay_share(agent: Any, config: TrainConfig) -> float:
       config: those of its run.
     """
     spec = env_spec(config.env, env_options=config.env_options)
-    shape = config.rollout_steps, config.num_envs
-    rng = np.random.default_rng(0)
-    frames = (shape[0] + 1, shape[1], *spec.observation_shape)
-    never: Any = np.zeros(shape, bool)
-    trajectory = Trajectory(
-        observation=rng.integers(0, 256, frames, np.uint8),
-        action=np.zeros(shape, np.int32),
-        reward=np.zeros(shape, np.float32),
-        terminated=never,
-        truncated=never,
-        is_valid=~never,
-        behaviour={},
-        policy_version=np.zeros(shape, np.int32),
-    )
-    plan = {"num_envs": config.num_envs, "rollout_steps": config.rollout_steps}
+    plan: Any = {"num_envs": config.num_envs, "rollout_steps": config.rollout_steps}
+    trajectory = synthetic.trajectory(spec, **plan)
     hurried = dataclasses.replace(agent, learning_starts=0)
     assert isinstance(spec.action, Discrete)
     taken = []

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import command_line, presets, results, turns
+from experiments import command_line, presets, results, synthetic, turns
 from fps_jax.agents import (
     dfps_critic,
     dfps_dpg,
@@ -41,7 +41,6 @@ from fps_jax.agents.dfps import DFPSConfig
 from fps_jax.agents.dfps_networks import make_networks
 from fps_jax.agents.dfps_replay import make_experience
 from fps_jax.agents.dfps_state import Parts, freeze
-from fps_jax.types import Trajectory
 
 PROG = "experiments.bench_dfps"
 TASK = "HalfCheetah-v4"
@@ -122,26 +121,11 @@ class Filled:
 
         spec = env_spec(TASK)
         config = dfps("dfps_fast")
-        plan = {"num_envs": ENVS, "rollout_steps": STEPS}
+        plan: Any = {"num_envs": ENVS, "rollout_steps": STEPS}
         experience = make_experience(config, spec, **plan)
         self.parts = Parts(config, make_networks(config, spec), experience)
         agent = config.make(spec, total_env_steps=10**6, **plan)
-        rng = np.random.default_rng(0)
-        shape = STEPS, ENVS
-        real = lambda *more: rng.normal(size=(*shape, *more)).astype(np.float32)
-        never = np.zeros(shape, bool)
-        size = spec.observation_shape[0]
-        observation = rng.normal(size=(STEPS + 1, ENVS, size)).astype(np.float32)
-        self.trajectory: Any = Trajectory(
-            observation=observation,
-            action=0.2 * real(6),
-            reward=real(),
-            terminated=never,
-            truncated=never,
-            is_valid=~never,
-            behaviour={"log_prob": -1.0 + 0.1 * real()},
-            policy_version=np.zeros(shape, np.int32),
-        )
+        self.trajectory = synthetic.trajectory(spec, **plan)
         self.update = jax.jit(agent.update, donate_argnums=0)
         self.remember = jax.jit(experience.add, donate_argnums=0)
         self.state: Any = jax.jit(agent.init)(jax.random.key(0))

@@ -395,7 +395,7 @@ def _prioritize(
     """Line 11 of Algorithm 1: the priorities of what was drawn."""
     if not options.is_prioritized:
         return state
-    if options.clips_priority:
+    if options.clips_priority and hyper.td_error_clip is not None:
         td_error = jnp.clip(td_error, -hyper.td_error_clip, hyper.td_error_clip)
     boost = None
     if options.predecessor_coef:

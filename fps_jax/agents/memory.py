@@ -39,15 +39,14 @@ def init(
       behaviour: shape and dtype of what is kept of a row's behaviour, by name.
     """
     typed: Any = jax.ShapeDtypeStruct
-    is_discrete = isinstance(spec.action, Discrete)
     flag = typed((), np.bool_)
+    if isinstance(spec.action, Discrete):
+        action = typed((), np.int32)
+    else:
+        action = typed((spec.action.size,), np.float32)
     step = Step(
         observation=typed(spec.observation_shape, spec.observation_dtype),
-        action=(
-            typed((), np.int32)
-            if is_discrete
-            else typed((spec.action.size,), np.float32)
-        ),
+        action=action,
         reward=typed((), np.float32),
         terminated=flag,
         truncated=flag,

@@ -2,8 +2,9 @@
 
 ``python -m experiments.figures`` draws ``experiments/figures/<name>.png`` for every
 group of ``experiments/results/<name>_<task>.csv`` that `experiments.learning` wrote,
-``ppo_variants.png`` from what `experiments.ppo_variants` wrote, and
-``dfps_ablations.png`` from what `experiments.dfps_ablations` wrote.
+``ppo_variants.png`` from what `experiments.ppo_variants` wrote,
+``dfps_ablations.png`` from what `experiments.dfps_ablations` wrote, and
+``cliffwalk_*.png`` from what `experiments.cliffwalk` wrote.
 """
 
 import sys
@@ -15,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import trim_mean  # By 0.25 an end: rliable's interquartile mean.
 
-from experiments import results
+from experiments import cliffwalk_figures, results
 from fps_jax.runtime.metrics import read_jsonl
 
 FOLDER = Path(__file__).parent / "figures"
@@ -220,6 +221,8 @@ def main() -> int:
     if ablations:
         draw_arms(ablations, FOLDER / "dfps_ablations.png")
         print(FOLDER / "dfps_ablations.png")
+    for path in cliffwalk_figures.draw_all(results.FOLDER, FOLDER):
+        print(path)
     return 0
 
 

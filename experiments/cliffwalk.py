@@ -5,12 +5,13 @@ paper (Schaul et al., 2016, arXiv:1511.05952) on its Blind Cliffwalk, as appendi
 says, and then the variants of its appendix A and section 6 on one size. See
 `cliffwalk_problem`, `cliffwalk_learning` and `cliffwalk_methods`.
 
-Where the paper is silent there are arms: new transitions have the maximal priority, so
-that each of N must be replayed once, or the |delta| that they have at first; importance
-weights have exponent 0 or 1; where the oracle finds nothing that makes the loss less, it
-rests, or takes the largest |delta|. A run that has not converged after ``10,000 + 100 N``
-updates counts as one that takes longer than any other; once half of an arm's do, the
-arm is not run on larger problems.
+Where the paper is silent there are arms. New transitions have the maximal priority, so
+that each of N must be replayed once, or the |delta| that they have at first. Importance
+weights have exponent 0 or 1. Where an oracle finds nothing that makes the loss less, it
+rests, or takes the largest |delta|.
+
+A run that has not converged after ``10,000 + 100 N`` updates counts as one that takes
+longer than any other; once half of an arm's do, the arm is not run on larger problems.
 
 ``experiments/results/cliffwalk.csv`` has a row for each run, and in its header the
 slopes k of ``updates ~ N^k``, fitted to the medians from n = 4 on;

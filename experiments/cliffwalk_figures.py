@@ -106,7 +106,8 @@ def _curves(axes: Axes, rows: Rows, *initial: str) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize="small")
+    if axes.lines:
+        axes.legend(frameon=False, fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)
 
 

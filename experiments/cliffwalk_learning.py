@@ -1,9 +1,9 @@
 """Q-learning on the Blind Cliffwalk until it has converged, a transition an update.
 
 What is replayed is chosen uniformly, by an oracle, or by priorities (a `Method`). Each
-`learn...` is one program. Seeds that need no priorities learn together: the loop goes on
-until all have converged, and notes when each had. Those that need them learn one after
-the other: under `vmap` XLA copies the memory at each update, which is in place without.
+`learn...` is one program. Seeds that need no priorities learn together: the loop goes
+on until all have converged, and notes when each had. Those that need them learn one
+after the other: without `vmap` updates are in place, with it XLA copies the memory.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,8 @@ from fps_jax.types import Step
 
 BLOCK = 1024
 """Uniform draws made at once; no update has an influence on them."""
+LEAST_GAIN = 1e-5
+"""Of the loss: an oracle that finds no more is in a dead end. Rounding gains less."""
 
 
 class Seen(NamedTuple):
@@ -337,7 +339,7 @@ def oracle(
     thetas = theta[None] + changes(of, steps, errors, n)
     losses = jax.vmap(cliffwalk.loss, in_axes=(None, 0))(of, thetas)
     best = jnp.argmin(losses)
-    is_dead_end = losses[best] >= cliffwalk.loss(of, theta)
+    is_dead_end = losses[best] > (1.0 - LEAST_GAIN) * cliffwalk.loss(of, theta)
     best = jnp.where(never_rests & is_dead_end, jnp.argmax(jnp.abs(errors)), best)
     return thetas[best], best
 

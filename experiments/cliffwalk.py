@@ -303,7 +303,7 @@ def slopes(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
       rows: see `run_curves`.
     """
     names = Arm._fields
-    fitted = {}
+    fitted: dict[str, float | None] = {}
     for arm in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
         mine = [row for row in rows if tuple(row[name] for name in names) == arm]
         points = []
@@ -312,8 +312,10 @@ def slopes(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
             middle = median((r["updates"], r["is_converged"]) for r in runs)
             if runs[0]["n"] >= SMALLEST_FITTED and math.isfinite(middle):
                 points.append((math.log(size), math.log(middle)))
-        slope = np.polyfit(*zip(*points), 1)[0] if len(points) > 1 else None
-        fitted[label(Arm(*arm))] = None if slope is None else round(float(slope), 3)
+        fitted[label(Arm(*arm))] = None
+        if len(points) > 1:
+            x, y = np.array(points).T
+            fitted[label(Arm(*arm))] = round(float(np.polyfit(x, y, 1)[0]), 3)
     return fitted
 
 

@@ -116,9 +116,10 @@ def distinct(n: int) -> Step:
 
 def _steps(n: int, state: Any, is_right: Any, is_of_success: Any) -> Step:
     """Transitions in numpy, by their state and whether their action is right."""
-    is_end = ~is_right | (state == n - 1)
-    integers = lambda x: np.asarray(x, np.int32)
-    floats = lambda x: np.asarray(x, np.float32)
+    is_end: Any = ~is_right | (state == n - 1)
+    array: Any = np.asarray  # Steps are of numpy here, until a program takes them.
+    integers = lambda x: array(x, np.int32)
+    floats = lambda x: array(x, np.float32)
     return Step(
         observation=integers(state),
         action=integers(np.where(is_right, right_action(state), 1 - state % 2)),

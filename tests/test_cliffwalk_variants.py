@@ -74,21 +74,21 @@ def test_what_was_not_replayed_yet_is_given_what_a_variant_knows_of_it():
     assert make("proportional", ones.size).of_new(ones, memory) is ones
 
 
-@functools.cache
-def after_one_turn(variant):
-    """Priorities before and after as many updates as there are transitions."""
+def test_priorities_are_raised_before_an_error_and_by_age_now_and_then():
     memory, of = problem.memory(N, 0), problem.problem(N, "tabular")
     size = memory.reward.size
-    method = cliffwalk_methods.of_variant(variant, size, numbers=NUMBERS)
-    key, beta = jax.random.key(3), jnp.float32(0.0)
+    make = functools.partial(cliffwalk_methods.of_variant, numbers=NUMBERS)
+    assert make("predecessor_boost", size).boosts_predecessors
+    method = make("staleness_bonus", size)._replace(boosts_predecessors=True)
+    priorities = lambda learner: method.sampler.priority(learner.replay.sampler, None)
 
     def one(learner, key):
-        before = method.sampler.priority(learner.replay.sampler, None)
+        before = priorities(learner)
         learner, (sample, seen) = cliffwalk_learning.update(
-            method, of, learner, key, beta=beta
+            method, of, learner, key, beta=jnp.float32(0.0)
         )
-        after = method.sampler.priority(learner.replay.sampler, None)
-        return learner, (sample.ticket.slot[0], seen.td_error[0], before, after)
+        told = sample.ticket.slot[0], seen.td_error[0], before, priorities(learner)
+        return learner, told
 
     def run(theta, memory, keys):
         first = cliffwalk_learning.start(
@@ -96,35 +96,23 @@ def after_one_turn(variant):
         )
         return jax.lax.scan(one, first, keys)[1]
 
-    return memory, jax.jit(run)(thetas(1, N)[0], memory, jax.random.split(key, size))
-
-
-def test_what_led_to_an_error_is_raised_by_it_within_the_episode():
-    memory, told = after_one_turn("predecessor_boost")
-    for slot, error, before, after in zip(*(np.asarray(x) for x in told)):
-        expected = before.copy()
-        expected[slot] = abs(error) + NUMBERS.epsilon
-        if memory.observation[slot] > 0:
-            expected[slot - 1] += abs(error)
-        np.testing.assert_allclose(after, expected, rtol=1e-4)
-
-
-def test_staleness_raises_all_by_their_age_now_and_then():
-    memory, told = after_one_turn("staleness_bonus")
-    size, last = memory.reward.size, {}
-    every = math.ceil(size / cliffwalk_methods.PASSES)
-    for update, (slot, error, before, after) in enumerate(
-        zip(*(np.asarray(x) for x in told)), start=1
-    ):
+    keys = jax.random.split(jax.random.key(3), 2 * size)
+    told = [np.asarray(x) for x in jax.jit(run)(thetas(1, N)[0], memory, keys)]
+    every, last, boosted = math.ceil(size / cliffwalk_methods.PASSES), {}, 0
+    for update, (slot, error, before, after) in enumerate(zip(*told), start=1):
         expected = before.copy()
         expected[slot] = abs(error) + NUMBERS.epsilon
         last[int(slot)] = update, expected[slot]
+        if memory.observation[slot] > 0:  # The step before is of the same episode.
+            expected[slot - 1] += abs(error)
+            boosted += 1
         if update % every == 0:
             for place in range(size):
                 replayed_at, known = last.get(place, (0, 1.0))
                 age = update - replayed_at
                 expected[place] = known + cliffwalk_methods.STALENESS_RATE * age / size
         np.testing.assert_allclose(after, expected, rtol=1e-4)
+    assert boosted > 3
 
 
 def test_the_interval_of_a_ratio_is_that_of_both_medians():

@@ -19,6 +19,7 @@ slopes k of ``updates ~ N^k``, fitted to the medians from n = 4 on;
 """
 
 import dataclasses
+import functools
 import math
 import sys
 import time
@@ -45,7 +46,7 @@ PARTS = ("curves", "variants")
 SAMPLERS = ("greedy", "rank_based", "proportional")
 ORACLES = ("oracle", "oracle_or_greedy")
 METHODS = ("uniform", *ORACLES, *SAMPLERS)
-VARIANTS = tuple(cliffwalk_methods.VARIANTS)
+VARIANTS = (*cliffwalk_methods.VARIANTS, "uniform")
 SMALLEST_FITTED = 4
 """States from which on slopes are fitted."""
 
@@ -167,15 +168,12 @@ class Runs:
         self._theta = jnp.stack(thetas)
         self._programs: dict[Any, Callable[..., Any]] = {}
 
-    def of(
-        self, make: Callable[..., Any], arm: Arm, name: str
-    ) -> list[tuple[int, bool]]:
+    def of(self, make: Callable[..., Any], arm: Arm) -> list[tuple[int, bool]]:
         """The updates of each seed, and whether its values converged.
 
         Args:
           make: of `cliffwalk_methods`, what makes the method.
-          arm: what is run.
-          name: of the method, for `make`.
+          arm: what is run; `make` knows its method, unless it has no priorities.
         """
         of = cliffwalk.problem(self.n, arm.representation)
         limit = {"max_updates": jnp.int32(self.max_updates)}
@@ -188,10 +186,9 @@ class Runs:
             never_rests = jnp.bool_(arm.method == "oracle_or_greedy")
             together = learn(of, self._theta, never_rests=never_rests, **limit)
         else:
-            method = lambda: make(name, self.transitions, numbers=self._numbers)
-            learn = self._compiled(
-                name, lambda *x, **y: cliffwalk_learning.learn(method(), *x, **y)
-            )
+            method = make(arm.method, self.transitions, numbers=self._numbers)
+            learn = functools.partial(cliffwalk_learning.learn, method)
+            learn = self._compiled(arm.method, learn)
             given = {
                 "beta": jnp.float32(arm.beta),
                 "knows_errors": jnp.bool_(arm.initial_priority == "td_error"),
@@ -244,7 +241,7 @@ def run_curves(options: Options) -> list[dict[str, Any]]:
             if n > options.largest(arm):
                 continue
             start = time.perf_counter()
-            given = runs.of(cliffwalk_methods.of_figures, arm, arm.method)
+            given = runs.of(cliffwalk_methods.of_figures, arm)
             rows += runs.rows(arm._asdict(), given)
             _tell(f"n = {n}, {label(arm)}", given, time.perf_counter() - start)
             if not math.isfinite(median(given)):
@@ -262,9 +259,9 @@ def run_variants(options: Options) -> list[dict[str, Any]]:
     runs = Runs(options.variants_size, options.variants_seeds, options.numbers)
     for variant in options.variants:
         for representation in cliffwalk.BIAS:
-            arm = Arm(representation, "", initial_priority="maximal")
+            arm = Arm(representation, variant, initial_priority="maximal")
             start = time.perf_counter()
-            given = runs.of(cliffwalk_methods.of_variant, arm, variant)
+            given = runs.of(cliffwalk_methods.of_variant, arm)
             about = {"representation": representation, "variant": variant}
             rows += runs.rows(about, given)
             name = f"{representation} {variant}"

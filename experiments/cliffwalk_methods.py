@@ -3,8 +3,8 @@
 The variants are those of appendix A and section 6 of Schaul et al. (2016), by the rules
 of `fps_jax.replay.priorities`. Each changes one thing of proportional replay without
 importance weights; the coefficients are guesses, as the paper has none, or none for
-this task. Where the rules are said to need others to be told of in time (a note, a pass
-over the replay), the replay does that.
+this task. Rank-based and greedy replay stand beside them, as staleness by an offset
+serves no other.
 """
 
 import functools
@@ -37,7 +37,8 @@ class Numbers(NamedTuple):
     epsilon: float = 1e-3
 
 
-Rule = Callable[[Seen], Any]
+Rule = Callable[[Seen, float], Any]
+"""``rule(seen, epsilon) -> priority [1]``."""
 
 
 def of_figures(name: str, capacity: int, *, numbers: Numbers) -> Method:
@@ -53,7 +54,8 @@ def of_figures(name: str, capacity: int, *, numbers: Numbers) -> Method:
       numbers: the exponents of the latter two, and what is added to their priorities.
     """
     if name == "greedy":
-        return method(capacity, queue.greedy(capacity), _absolute(0.0))
+        queued = lambda seen: _plain(seen, 0.0)
+        return method(capacity, queue.greedy(capacity), queued)
     if name == "rank_based":
         sampler = _ranks(capacity, numbers.rank_based)
     else:
@@ -63,7 +65,8 @@ def of_figures(name: str, capacity: int, *, numbers: Numbers) -> Method:
             spread="independent",
             keeps_lowest=True,
         )
-    return method(capacity, sampler, _absolute(numbers.epsilon), normalize="buffer")
+    priority = lambda seen: _plain(seen, numbers.epsilon)
+    return method(capacity, sampler, priority, normalize="buffer")
 
 
 def of_variant(name: str, capacity: int, *, numbers: Numbers) -> Method:
@@ -77,10 +80,6 @@ def of_variant(name: str, capacity: int, *, numbers: Numbers) -> Method:
     return VARIANTS[name](capacity, numbers)
 
 
-def _absolute(epsilon: float) -> Rule:
-    return lambda seen: priorities.absolute(seen.td_error, epsilon=epsilon)
-
-
 def _ranks(capacity: int, alpha: float) -> Sampler:
     return ranks.rank_based(
         capacity,
@@ -92,7 +91,7 @@ def _ranks(capacity: int, alpha: float) -> Sampler:
 
 
 def _proportional(
-    rule: Callable[[Seen, float], Any],
+    rule: Rule,
     capacity: int,
     numbers: Numbers,
     *,
@@ -100,7 +99,7 @@ def _proportional(
     uniform_fraction: float = 0.0,
     **options: Any,
 ) -> Method:
-    """Proportional replay by ``rule(seen, epsilon) -> [1]``."""
+    """Proportional replay by a rule."""
     sampler = samplers.proportional(
         capacity,
         exponent=numbers.proportional if alpha is None else alpha,
@@ -192,7 +191,7 @@ def _queue(sampler: str, rate: float, capacity: int, numbers: Numbers) -> Method
     return method(capacity, _ranks(capacity, numbers.rank_based), priority)
 
 
-def _variant(rule: Callable[[Seen, float], Any], **options: Any) -> Any:
+def _variant(rule: Rule, **options: Any) -> Any:
     return functools.partial(_proportional, rule, **options)
 
 

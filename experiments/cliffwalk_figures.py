@@ -18,7 +18,7 @@ COLOURS = {
     "rank_based": "#D55E00",
     "proportional": "#0072B2",
 }
-INITIAL = {"maximal": "new: maximal", "td_error": r"new: $|\delta|$"}
+INITIAL = {"maximal": "maximal at first", "td_error": r"$|\delta|$ at first"}
 RESAMPLES = 2000
 Rows = Sequence[dict[str, str]]
 
@@ -77,7 +77,7 @@ def draw_methods(rows: Rows, to: Path) -> None:
     for axes, (representation, *initial) in zip(panels, kinds, strict=True):
         mine = [r for r in rows if r["representation"] == representation]
         _curves(axes, mine, "none", *initial)
-        told = "" if len(initial) > 1 else f", {INITIAL[initial[0]]}"
+        told = "" if len(initial) > 1 else f", priorities {INITIAL[initial[0]]}"
         axes.set_title(f"{representation}{told}", fontsize="medium")
     panels[0].set_ylabel("updates until convergence")
     _finish(figure, to)
@@ -91,10 +91,9 @@ def _curves(axes: Axes, rows: Rows, *initial: str) -> None:
         method, beta, first = arm
         if first not in initial:
             continue
-        words, is_dashed = (
-            [method.replace("_", " ").replace("rank b", "rank-b")],
-            float(beta) > 0.0,
-        )
+        words = [method.replace("_", " ").replace("rank b", "rank-b")]
+        # The latter lies on the oracle's curve where there are no dead ends.
+        is_dashed = float(beta) > 0.0 or method == "oracle_or_greedy"
         if method in ("rank_based", "proportional"):
             words.append(rf"$\beta$ = {float(beta):g}")
         if first != "none" and len(initial) > 2:
@@ -116,7 +115,7 @@ def _curve(
 ) -> None:
     """Draws an arm: the median, and the range of seeds.
 
-    An arrow stands where half of the runs did not converge: the median is above.
+    A triangle stands where half of the runs did not converge: the median is above.
     """
     sizes = sorted({int(row["transitions"]) for row in rows})
     runs = [[row for row in rows if row["transitions"] == str(n)] for n in sizes]
@@ -133,10 +132,11 @@ def _curve(
         linewidth=1.8,
         label=", ".join(words),
     )
-    is_known = np.isfinite(middle)
-    axes.plot(
-        np.array(sizes)[~is_known], high[~is_known], "^", color=color, markersize=7
-    )
+    unknown = np.flatnonzero(np.isinf(middle))
+    if unknown.size:
+        label = f"{words[0]}: half did not converge"
+        places = np.array(sizes)[unknown], high[unknown]
+        axes.plot(*places, "^", color=color, markersize=7, label=label)
 
 
 def draw_variants(rows: Rows, to: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from experiments import results
 
@@ -169,6 +170,9 @@ def draw_variants(rows: Rows, to: Path) -> None:
         labels = [name.replace("_", " ") for name in reversed(variants)]
         axes.set_yticks(range(len(variants)), labels, fontsize="small")
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         title = f"{kind}, n = {of_kind[0]['n']}, {plain.size} seeds"
         axes.set_title(title, fontsize="medium")
         axes.grid(axis="x", alpha=0.3)

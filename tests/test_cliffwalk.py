@@ -91,7 +91,7 @@ def test_the_oracle_picks_the_best_of_all_transitions_by_brute_force(representat
     assert Counter(different) == Counter(set(memory))
     many = thetas(20, N) * 5.0
     after, best = ORACLE(of, many, jnp.bool_(False))
-    for theta, found, chosen in zip(many, after, best):
+    for theta, found, chosen in zip(*map(np.asarray, (many, after, best))):
         losses = []
         for row in memory:
             twin = Twin(N, representation, theta)
@@ -229,7 +229,9 @@ def test_a_prioritized_run_is_that_of_its_twin(
     found = compiled_trace(name)(
         of, theta, memory, beta=jnp.float32(beta), knows_errors=jnp.bool_(knows_errors)
     )
-    for slot, probability, weight, error, after, is_converged in zip(*found):
+    for slot, probability, weight, error, after, is_converged in zip(
+        *map(np.asarray, found)
+    ):
         lowest = []
         EXPECT[name](priority, int(slot), float(probability), lowest)
         expected = (lowest[0] / float(probability)) ** beta if lowest else 1.0

@@ -3,8 +3,10 @@
 ``python -m experiments.figures`` draws ``experiments/figures/<name>.png`` for every
 group of ``experiments/results/<name>_<task>.csv`` that `experiments.learning` wrote,
 ``ppo_variants.png`` from what `experiments.ppo_variants` wrote,
-``dfps_ablations.png`` from what `experiments.dfps_ablations` wrote, and
-``imbalanced_mnist.png`` from what `experiments.imbalanced_mnist` wrote.
+``dfps_ablations.png`` from what `experiments.dfps_ablations` wrote,
+``dqn_replays.png`` from what `experiments.dqn_replays` wrote, ``imbalanced_mnist.png``
+from what `experiments.imbalanced_mnist` wrote, and ``cliffwalk_*.png`` from what
+`experiments.cliffwalk` wrote.
 """
 
 import sys
@@ -16,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import trim_mean  # By 0.25 an end: rliable's interquartile mean.
 
-from experiments import results
+from experiments import cliffwalk_figures, results
 from fps_jax.runtime.metrics import read_jsonl
 
 FOLDER = Path(__file__).parent / "figures"
@@ -131,21 +133,49 @@ def draw_variants(paths: Sequence[Path], to: Path) -> None:
     panels = figure.subplots(2, len(envs), squeeze=False)
     for column, env in zip(panels.T, envs, strict=True):
         for axes, group in zip(column, compared, strict=True):
-            for arm in group:
-                mine = [r for r in rows if r["arm"] == arm and r["env"] == env]
-                if not mine:
-                    continue
-                seeds = draw_curve(
-                    axes,
-                    mine,
-                    colour=colours.get(arm.removesuffix("_x4"), BLUE),
-                    label=arm.replace("_x4", ", 4 x the batch"),
-                    style="--" if arm in larger else "-",
-                )
-                axes.set_title(f"{env}, {seeds} seeds", fontsize="medium")
-            if group:
-                axes.legend(frameon=False, fontsize="small")
+            _draw_arms_of(axes, rows, env, group, colours)
     _finish(figure, to)
+
+
+def draw_compared(paths: Sequence[Path], to: Path) -> None:
+    """Draws the learning curves of several arms, one panel a task.
+
+    Args:
+      paths: CSVs that `learning.run_arms` wrote.
+      to: the PNG.
+    """
+    rows = [row for path in paths for row in results.read_csv(path)]
+    envs = list(dict.fromkeys(row["env"] for row in rows))
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    figure = Figure(figsize=(4.2 * len(envs), 3.2), layout="constrained")
+    panels = figure.subplots(1, len(envs), squeeze=False)[0]
+    for axes, env in zip(panels, envs, strict=True):
+        _draw_arms_of(axes, rows, env, arms, dict(zip(arms, COLOURS)))
+    _finish(figure, to)
+
+
+def _draw_arms_of(
+    axes: Axes,
+    rows: Sequence[dict[str, str]],
+    env: str,
+    arms: Sequence[str],
+    colours: dict[str, str],
+) -> None:
+    """Draws the curves of arms on one task, those at four times the batch dashed."""
+    for arm in arms:
+        mine = [r for r in rows if r["arm"] == arm and r["env"] == env]
+        if not mine:
+            continue
+        seeds = draw_curve(
+            axes,
+            mine,
+            colour=colours.get(arm.removesuffix("_x4"), BLUE),
+            label=arm.replace("_x4", ", 4 x the batch"),
+            style="--" if arm.endswith("_x4") else "-",
+        )
+        axes.set_title(f"{env}, {seeds} seeds", fontsize="medium")
+    if arms:
+        axes.legend(frameon=False, fontsize="small")
 
 
 def draw_arms(paths: Sequence[Path], to: Path) -> None:
@@ -259,10 +289,16 @@ def main() -> int:
     if ablations:
         draw_arms(ablations, FOLDER / "dfps_ablations.png")
         print(FOLDER / "dfps_ablations.png")
+    replays = sorted((results.FOLDER / "dqn_replays").glob("*.csv"))
+    if replays:
+        draw_compared(replays, FOLDER / "dqn_replays.png")
+        print(FOLDER / "dqn_replays.png")
     imbalanced = results.FOLDER / "imbalanced_mnist.csv"
     if imbalanced.exists():
         draw_imbalanced(imbalanced, FOLDER / "imbalanced_mnist.png")
         print(FOLDER / "imbalanced_mnist.png")
+    for path in cliffwalk_figures.draw_all(results.FOLDER, FOLDER):
+        print(path)
     return 0
 
 

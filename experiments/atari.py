@@ -18,7 +18,6 @@ That is far too short to play well. For learning curves:
 """
 
 import dataclasses
-import json
 import math
 import resource
 import sys
@@ -31,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import command_line, presets, results, synthetic, train, turns
+from experiments import presets, synthetic, train, turns
 from fps_jax import checks
 from fps_jax.agents.dqn import make_agent, make_replay
 from fps_jax.runtime.envs import env_spec
@@ -42,7 +41,7 @@ PROG = "experiments.atari"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(turns.Options):
     """Trains DQN on an Atari game for a while, and measures.
 
     Attributes:
@@ -52,9 +51,6 @@ class Options:
       replay_capacity: env steps that are remembered.
       eval_episodes: full episodes of the evaluation at the end.
       seed: of the runs.
-      repeats: of each variant; they take turns.
-      variants: which of them, by name; by default all.
-      child: measure this variant once, in this process, and print it as JSON.
     """
 
     env: str = "Pong-v5"
@@ -64,13 +60,11 @@ class Options:
     eval_episodes: int = 2
     seed: int = 0
     repeats: int = 1
-    variants: tuple[str, ...] = ()
-    child: str | None = None
 
     def __post_init__(self):
         """Refuses options that are out of range."""
-        counts = "total_env_steps", "replay_capacity", "repeats"
-        checks.in_range(self, 1, math.inf, *counts)
+        super().__post_init__()
+        checks.in_range(self, 1, math.inf, "total_env_steps", "replay_capacity")
         checks.in_range(self, 0, math.inf, "learning_starts", "eval_episodes", "seed")
         checks.choice("env", self.env, presets.atari_scores())
         if self.learning_starts >= self.total_env_steps:
@@ -208,27 +202,32 @@ VARIANTS: turns.Variants = {
 }
 
 
+def of_runs(options: Options, rows: list[turns.Row]) -> dict[str, Any]:
+    """What the header says of the runs.
+
+    Args:
+      options: of this program.
+      rows: of the runs.
+    """
+    del rows
+    names = "env", "total_env_steps", "learning_starts", "replay_capacity"
+    return {name: getattr(options, name) for name in names}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures every variant, and writes the CSV.
 
     Args:
       argv: the words after the program's name; None reads the process's own.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    options = command_line.parse(Options, words, prog=PROG)
-    rows = turns.measure(PROG, words, options, VARIANTS)
-    if rows is None:
-        return 0
-    median = turns.medians(rows, "steps_per_s")
-    turns.write(
-        results.FOLDER / "atari.csv",
-        [{"env": options.env, **row} for row in rows],
-        env_steps=options.total_env_steps,
-        replay_capacity=options.replay_capacity,
-        median_steps_per_s=median,
+    return turns.run(
+        PROG,
+        Options,
+        VARIANTS,
+        argv,
+        ratios={},
+        more=of_runs,
     )
-    print(json.dumps(median, indent=2))
-    return 0
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import command_line, presets, results, synthetic, turns
+from experiments import presets, synthetic, turns
 from fps_jax.agents import (
     dfps_critic,
     dfps_dpg,
@@ -48,20 +48,14 @@ ENVS, STEPS = 16, 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(turns.Options):
     """Measures env steps per second, and the parts of an update.
 
     Attributes:
-      repeats: of each variant; they take turns.
       learn_steps: env steps of each run.
-      variants: which of them, by name; by default all.
-      child: measure this variant once, in this process, and print it as JSON.
     """
 
-    repeats: int = 5
     learn_steps: int = 60_000
-    variants: tuple[str, ...] = ()
-    child: str | None = None
 
 
 def trains(options: Options, agent: Any, max_lag: int) -> dict[str, float]:
@@ -303,35 +297,38 @@ RATIOS = {
 """What the claims are about."""
 
 
+def parts_of(options: Options, rows: list[turns.Row]) -> dict[str, Any]:
+    """Measures the parts of an update as well, and tells their shares of it.
+
+    Args:
+      options: of this program.
+      rows: to which those of the parts are added.
+    """
+    rows += part_rows(options.repeats)
+    ms = turns.medians(rows, "ms")
+    shares = {
+        name.removeprefix("part, "): round(x / ms["part, update"], 3)
+        for name, x in ms.items()
+        if name.startswith("part, ")
+    }
+    print(json.dumps(shares, indent=2))
+    return {"median_ms": ms, "shares_of_update": shares}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures every variant in turn, then the parts, and writes the CSV.
 
     Args:
       argv: the words after the program's name; None reads the process's own.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    options = command_line.parse(Options, words, prog=PROG)
-    rows = turns.measure(PROG, words, options, VARIANTS)
-    if rows is None:
-        return 0
-    rows += part_rows(options.repeats)
-    found = turns.ratios(turns.medians(rows, "steps_per_s"), RATIOS)
-    ms = turns.medians(rows, "ms")
-    whole = ms["part, update"]
-    shares = {
-        name.removeprefix("part, "): round(x / whole, 3)
-        for name, x in ms.items()
-        if name.startswith("part, ")
-    }
-    turns.write(
-        results.FOLDER / "bench_dfps.csv",
-        rows,
-        median_ms=ms,
-        ratios=found,
-        shares_of_update=shares,
+    return turns.run(
+        PROG,
+        Options,
+        VARIANTS,
+        argv,
+        ratios=RATIOS,
+        more=parts_of,
     )
-    print(json.dumps({"ratios": found, "shares_of_update": shares}, indent=2))
-    return 0
 
 
 if __name__ == "__main__":

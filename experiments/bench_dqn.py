@@ -19,13 +19,12 @@ steps are one gradient step. Medians and ratios are in the header of
 """
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from experiments import command_line, results, turns
+from experiments import turns
 
 PROG = "experiments.bench_dqn"
 TASK = "CartPole-v1"
@@ -34,22 +33,16 @@ SIZES, ENVS, STEPS = (64, 64), 8, 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(turns.Options):
     """Measures env steps per second.
 
     Attributes:
-      repeats: of each variant; they take turns.
       learn_steps: env steps of each run of ours.
       sb3_steps: env steps of each run of Stable-Baselines3.
-      variants: which of them, by name; by default all.
-      child: measure this variant once, in this process, and print it as JSON.
     """
 
-    repeats: int = 5
     learn_steps: int = 60_000
     sb3_steps: int = 12_000
-    variants: tuple[str, ...] = ()
-    child: str | None = None
 
 
 def ours(options: Options, max_lag: int, **replay: Any) -> dict[str, float]:
@@ -143,22 +136,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: the words after the program's name; None reads the process's own.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    options = command_line.parse(Options, words, prog=PROG)
-    rows = turns.measure(PROG, words, options, VARIANTS)
-    if rows is None:
-        return 0
-    median = turns.medians(rows, "steps_per_s")
-    found = turns.ratios(median, RATIOS)
-    turns.write(
-        results.FOLDER / "bench_dqn.csv",
-        rows,
+    return turns.run(
+        PROG,
+        Options,
+        VARIANTS,
+        argv,
+        ratios=RATIOS,
         peers=("stable-baselines3", "torch", "gymnasium"),
-        median_steps_per_s=median,
-        ratios=found,
     )
-    print(json.dumps(found, indent=2))
-    return 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ the repeats and their ratios are in the header of ``experiments/results/bench_pp
 """
 
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -25,7 +24,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experiments import command_line, results, turns
+from experiments import turns
 
 PROG = "experiments.bench_ppo"
 TASK = "HalfCheetah-v4"
@@ -33,22 +32,16 @@ NUM_ENVS, ROLLOUT_STEPS, MINIBATCH, EPOCHS = 8, 256, 64, 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(turns.Options):
     """Measures env steps per second.
 
     Attributes:
-      repeats: of each variant; they take turns.
       learn_steps: env steps of each learner's run.
       act_steps: env steps of each acting loop.
-      variants: which of them, by name; by default all.
-      child: measure this variant once, in this process, and print it as JSON.
     """
 
-    repeats: int = 5
     learn_steps: int = 60_000
     act_steps: int = 64_000
-    variants: tuple[str, ...] = ()
-    child: str | None = None
 
 
 def ours(options: Options, max_lag: int) -> dict[str, float]:
@@ -184,22 +177,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: the words after the program's name; None reads the process's own.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    options = command_line.parse(Options, words, prog=PROG)
-    rows = turns.measure(PROG, words, options, VARIANTS)
-    if rows is None:
-        return 0
-    median = turns.medians(rows, "steps_per_s")
-    found = turns.ratios(median, RATIOS)
-    turns.write(
-        results.FOLDER / "bench_ppo.csv",
-        rows,
+    return turns.run(
+        PROG,
+        Options,
+        VARIANTS,
+        argv,
+        ratios=RATIOS,
         peers=("stable-baselines3", "torch", "gymnasium", "mujoco"),
-        median_steps_per_s=median,
-        ratios=found,
     )
-    print(json.dumps(found, indent=2))
-    return 0
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ has a file already is not run again. `experiments.figures` draws them.
 import dataclasses
 import sys
 from collections.abc import Sequence
+from typing import ClassVar
 
 from experiments import command_line, learning, results
-from fps_jax import checks
 
 PROG = "experiments.dfps_ablations"
 
@@ -54,10 +54,7 @@ class Options(learning.ArmOptions):
     arms: tuple[str, ...] = ARMS
     seeds: int = 3
 
-    def __post_init__(self):
-        """Refuses arms that there are not."""
-        for arm in self.arms:
-            checks.choice("arms", arm, ARMS)
+    KNOWN: ClassVar[tuple[str, ...]] = ARMS
 
     def of_runs(self, arm: str, env: str) -> tuple[learning.Options, list[str]]:
         """The options of an arm's runs; see `learning.ArmOptions.of_runs`.

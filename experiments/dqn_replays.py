@@ -17,12 +17,11 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from experiments import command_line, learning, results
-from fps_jax import checks
 
 PROG = "experiments.dqn_replays"
 BASELINE = "dqn"
@@ -48,10 +47,7 @@ class Options(learning.ArmOptions):
     total_env_steps: int = 0
     evaluations: int = 25
 
-    def __post_init__(self):
-        """Refuses arms that there are not."""
-        for arm in self.arms:
-            checks.choice("arms", arm, ARMS)
+    KNOWN: ClassVar[tuple[str, ...]] = ARMS
 
     def of_runs(self, arm: str, env: str) -> tuple[learning.Options, list[str]]:
         """The options of an arm's runs; see `learning.ArmOptions.of_runs`.

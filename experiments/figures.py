@@ -10,7 +10,7 @@ from what `experiments.imbalanced_mnist` wrote, and ``cliffwalk_*.png`` from wha
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -159,7 +159,7 @@ def _draw_arms_of(
     rows: Sequence[dict[str, str]],
     env: str,
     arms: Sequence[str],
-    colours: dict[str, str],
+    colours: Mapping[str, str],
 ) -> None:
     """Draws the curves of arms on one task, those at four times the batch dashed."""
     for arm in arms:

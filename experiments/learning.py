@@ -16,7 +16,7 @@ import multiprocessing
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from experiments import command_line, results, train
 from fps_jax import checks
@@ -145,6 +145,14 @@ class ArmOptions:
     evaluations: int = 10
     eval_episodes: int = 10
     jobs: int = 2
+
+    KNOWN: ClassVar[tuple[str, ...]] = ()
+    """All arms that there are."""
+
+    def __post_init__(self):
+        """Refuses arms that there are not."""
+        for arm in self.arms:
+            checks.choice("arms", arm, self.KNOWN)
 
     def of_runs(self, arm: str, env: str) -> tuple[Options, list[str]]:
         """The options of an arm's runs on a task; here, an arm is an agent.

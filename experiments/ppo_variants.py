@@ -15,10 +15,9 @@ has a file already is not run again. `experiments.figures` draws them.
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from experiments import command_line, learning, presets, results, train
-from fps_jax import checks
 
 PROG = "experiments.ppo_variants"
 VARIANTS = [name for name in presets.VARIANTS if presets.base(name) == "ppo"]
@@ -32,10 +31,7 @@ class Options(learning.ArmOptions):
 
     arms: tuple[str, ...] = ARMS
 
-    def __post_init__(self):
-        """Refuses arms that there are not."""
-        for arm in self.arms:
-            checks.choice("arms", arm, ARMS)
+    KNOWN: ClassVar[tuple[str, ...]] = ARMS
 
     def of_runs(self, arm: str, env: str) -> tuple[learning.Options, list[str]]:
         """The options of an arm's runs; see `learning.ArmOptions.of_runs`.

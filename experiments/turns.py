@@ -1,34 +1,95 @@
 """Measurements that take turns, each in a process of its own.
 
-A benchmark has variants by name, each a function of its options that measures once. Its
-options have ``repeats``, ``variants`` (those asked for; by default all) and ``child``
-(the one that this process is to measure).
+A benchmark has variants by name, each a function of its `Options` that measures once.
 """
 
+import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments import command_line, results
+from fps_jax import checks
 
 Variants = Mapping[str, Callable[[Any], dict[str, float]]]
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What all benchmarks ask.
+
+    Attributes:
+      repeats: of each variant; they take turns.
+      variants: which of them, by name; by default all.
+      child: measure this variant once, in this process, and print it as JSON.
+    """
+
+    repeats: int = 5
+    variants: tuple[str, ...] = ()
+    child: str | None = None
+
+    def __post_init__(self):
+        """Refuses options that are out of range."""
+        checks.in_range(self, 1, math.inf, "repeats")
+
+
+def run(
+    prog: str,
+    of_options: Any,
+    variants: Variants,
+    argv: Sequence[str] | None,
+    *,
+    ratios: Mapping[str, tuple[str, Sequence[str]]],
+    peers: Sequence[str] = (),
+    more: Callable[[Any, list[Row]], dict[str, Any]] = lambda options, rows: {},
+) -> int:
+    """Measures every variant and writes ``experiments/results/<program>.csv``.
+
+    Args:
+      prog: the module.
+      of_options: the class of its options.
+      variants: by name, what measures once; each gives ``steps_per_s``.
+      argv: the words after the program's name; None reads the process's own.
+      ratios: see `ratios_of`.
+      peers: packages that were measured.
+      more: ``more(options, rows)``, what else the header says; it may add rows.
+
+    Returns:
+      The exit code, 0.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = command_line.parse(of_options, words, prog=prog)
+    rows = measure(prog, words, options, variants)
+    if rows is None:
+        return 0
+    versions = {name: importlib.metadata.version(name) for name in peers}
+    about: dict[str, Any] = {"peers": versions} if peers else {}
+    about |= {"cores": os.cpu_count(), **more(options, rows)}
+    median = medians(rows, "steps_per_s")
+    found = ratios_of(median, ratios)
+    path = results.FOLDER / f"{prog.rpartition('.')[2]}.csv"
+    results.write_csv(path, rows, **about, median_steps_per_s=median, ratios=found)
+    print(json.dumps({"median_steps_per_s": median, "ratios": found}, indent=2))
+    print(path)
+    return 0
 
 
 def measure(
-    prog: str, words: Sequence[str], options: Any, variants: Variants
-) -> list[dict[str, Any]] | None:
+    prog: str, words: Sequence[str], options: Options, variants: Variants
+) -> list[Row] | None:
     """Measures every variant in turn, as often as asked.
 
     Args:
       prog: the module, for the processes.
       words: its command line.
-      options: see above.
+      options: of the benchmark.
       variants: by name, what measures once.
 
     Returns:
@@ -41,7 +102,7 @@ def measure(
     if options.child is not None:
         print(json.dumps(variants[options.child](options)))
         return None
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for repeat in range(options.repeats):
         for name in chosen:
             command = [sys.executable, "-m", prog, *words, "--child", name]
@@ -66,7 +127,7 @@ def rate(marks: Sequence[tuple[int, float]], *, after: int = 0) -> dict[str, flo
     return {"steps_per_s": (end_steps - steps) / (end - start), "start_s": start}
 
 
-def medians(rows: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
+def medians(rows: Sequence[Row], name: str) -> dict[str, float]:
     """The median of a figure, for each variant that was measured.
 
     Args:
@@ -80,7 +141,7 @@ def medians(rows: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
     }
 
 
-def ratios(
+def ratios_of(
     median: Mapping[str, float], pairs: Mapping[str, tuple[str, Sequence[str]]]
 ) -> dict[str, float]:
     """Ratios of variants, each to the largest of some others, if all were measured.
@@ -94,23 +155,3 @@ def ratios(
         for name, (one, others) in pairs.items()
         if {one, *others} <= set(median)
     }
-
-
-def write(
-    path: Path,
-    rows: Sequence[dict[str, Any]],
-    *,
-    peers: Sequence[str] = (),
-    **more: Any,
-) -> None:
-    """Writes the rows, with the versions of other packages and the number of cores.
-
-    Args:
-      path: the CSV.
-      rows: see `measure`.
-      peers: packages that were measured.
-      **more: what else the header says.
-    """
-    versions = {name: importlib.metadata.version(name) for name in peers}
-    about = {"peers": versions} if peers else {}
-    results.write_csv(path, rows, **about, cores=os.cpu_count(), **more)

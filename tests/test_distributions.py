@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fps_jax.models.distributions import categorical, diagonal_gaussian
+from fps_jax.models.distributions import (
+    boltzmann,
+    categorical,
+    diagonal_gaussian,
+    epsilon_greedy,
+)
 
 LOGITS = np.array([[2.0, -1.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]], np.float32)
 MEAN = np.array([[0.5, -2.0, 0.0], [1.0, 3.0, -0.1]], np.float32)
@@ -115,3 +120,21 @@ def test_any_leading_axes_are_a_batch(policy, event, lead):
     action, *numbers = jax.eval_shape(all_of, jnp.zeros((*lead, 4)))
     assert action.shape == (*lead, *event)
     assert [x.shape for x in numbers] == [lead, lead]
+
+
+def test_epsilon_of_the_actions_are_any_and_the_rest_the_first_best():
+    epsilon = jnp.array([0.4, 1.0])
+    found = epsilon_greedy(jnp.asarray(LOGITS), epsilon).probs
+    np.testing.assert_allclose(found[0], [0.7, 0.1, 0.1, 0.1], rtol=1e-6)
+    np.testing.assert_allclose(found[1], 0.25, rtol=1e-6)
+    # Of equal values the first; and nothing else at all without an epsilon.
+    surely = epsilon_greedy(jnp.asarray(LOGITS), jnp.zeros(2))
+    np.testing.assert_array_equal(draw(surely, jax.random.key(0)), 0)
+
+
+def test_better_actions_are_likelier_the_colder_it_is():
+    temperature = jnp.array([0.5, 2.0])
+    found = boltzmann(jnp.asarray(LOGITS), temperature).probs
+    weights = np.exp(LOGITS / np.array([[0.5], [2.0]]))
+    expected = weights / weights.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import sliding_window_view
 
-from fps_jax.models.networks import ACTIVATIONS, MLP, NatureCNN, actor_critic
+from fps_jax.models.networks import (
+    ACTIVATIONS,
+    MLP,
+    NatureCNN,
+    actor_critic,
+    q_network,
+)
 from fps_jax.types import Continuous, Discrete, EnvSpec
 
 BOX, CHOICE = Continuous((-1.0,) * 3, (1.0,) * 3), Discrete(5)
@@ -32,9 +38,12 @@ def initialise(network, shape, seed):
 
 def drawn(network, shape):
     """Any parameters that fit: orthogonal ones take seconds to compile."""
+    return filled(jax.eval_shape(lambda: initialise(network, shape, 0)))
+
+
+def filled(shapes):
     rng = np.random.default_rng(0)
     draw = lambda x: rng.normal(size=x.shape) / np.prod(x.shape[:-1]) ** 0.5
-    shapes = jax.eval_shape(lambda: initialise(network, shape, 0))
     return jax.tree.map(lambda x: jnp.asarray(draw(x), x.dtype), shapes)
 
 
@@ -245,3 +254,35 @@ def test_observations_of_other_shapes_are_refused(shape):
 def test_an_unknown_activation_is_refused():
     with pytest.raises(ValueError, match="activation 'gelu' must be one of"):
         make(activation="gelu")
+
+
+def test_a_dueling_network_values_the_state_by_the_mean_of_its_actions():
+    spec = EnvSpec("Toy-v0", (7,), np.dtype(np.float32), CHOICE)
+    network = q_network(spec, hidden_sizes=(6, 4), activation="relu", dueling=True)
+    x = jnp.linspace(-1.0, 1.0, 7)[None]
+    params = filled(jax.eval_shape(network.init, jax.random.key(0), x))
+    q = network.apply(params, x)
+    assert q.shape == (1, 5)
+    heads = params["params"]["layers_1"]
+    value, advantage = heads["Dense_1"], heads["Dense_0"]
+    assert (value["bias"].shape, advantage["bias"].shape) == ((1,), (5,))
+    value["bias"] += 3.0
+    np.testing.assert_allclose(network.apply(params, x), q + 3.0, rtol=1e-5)
+    # What is added to all advantages alike is taken away again.
+    advantage["bias"] += 2.0
+    np.testing.assert_allclose(network.apply(params, x), q + 3.0, rtol=1e-5, atol=1e-5)
+    hidden = {name: heads[name]["Dense_0"]["bias"].shape for name in ("MLP_0", "MLP_1")}
+    assert hidden == {"MLP_0": (4,), "MLP_1": (4,)}
+    assert params["params"]["layers_0"]["Dense_0"]["bias"].shape == (6,)
+
+
+def test_frames_duel_after_natures_convolutions():
+    spec = EnvSpec("Toy-v0", FRAMES, np.dtype(np.uint8), CHOICE)
+    for dueling, streams in ((False, 1), (True, 2)):
+        network = q_network(spec, hidden_sizes=(6,), activation="relu", dueling=dueling)
+        blank = jnp.zeros((2, *FRAMES), jnp.uint8)
+        params = jax.eval_shape(network.init, jax.random.key(0), blank)
+        wide = [x for x in jax.tree.leaves(params) if x.shape[-1:] == (512,)]
+        assert len(wide) == 2 * streams  # A kernel and a bias each.
+        q = jax.eval_shape(network.apply, params, blank)
+        assert q.shape == (2, 5)

@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import reference
+import rlax
 
 from fps_jax.objectives import q_learning, returns
 
@@ -104,3 +106,38 @@ def test_the_loss_weighs_items_and_adds_the_critics_up(float64):
         lambda q: q_learning.squared_error_share(q, target, weights, is_valid)
     )(q)
     np.testing.assert_allclose(slope, [[-0.5, 0.0, 0.0], [-1.0, -1.0, 0.0]])
+
+
+def test_td_errors_are_rlaxs_and_move_the_value_of_the_action_alone(float64):
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        q_tm1, q_t, selector = jnp.asarray(rng.normal(size=(3, 4)))
+        rest = jnp.int32(rng.integers(4)), jnp.asarray(rng.normal()), jnp.float64(0.9)
+        found = td_error(q_tm1, *rest, q_t, selector)
+        np.testing.assert_allclose(
+            found, rlax.double_q_learning(q_tm1, *rest, q_t, selector), rtol=1e-12
+        )
+        single = td_error(q_tm1, *rest, q_t, q_t)
+        np.testing.assert_allclose(
+            single, rlax.q_learning(q_tm1, *rest, q_t), rtol=1e-12
+        )
+        slopes = jax.grad(
+            lambda all_q, rest=rest: td_error(all_q[0], *rest, all_q[1], all_q[2])
+        )(jnp.stack([q_tm1, q_t, selector]))
+        expected = np.zeros((3, 4))
+        expected[0, rest[0]] = -1.0
+        np.testing.assert_array_equal(slopes, expected)
+
+
+td_error = jax.jit(q_learning.q_td_error)
+
+
+def test_the_slope_of_the_clipped_loss_is_the_clipped_error(float64):
+    error = jnp.array([-3.0, -0.5, 0.0, 0.7, 0.8, 5.0])
+    for clip in (0.75, None):
+        loss = lambda x, clip=clip: jnp.sum(q_learning.clipped_loss(x, clip))
+        limit = np.inf if clip is None else clip
+        np.testing.assert_allclose(jax.grad(loss)(error), np.clip(error, -limit, limit))
+    np.testing.assert_allclose(
+        q_learning.clipped_loss(error, 1.0), optax.huber_loss(error), rtol=1e-12
+    )

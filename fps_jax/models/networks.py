@@ -55,7 +55,9 @@ class NatureCNN(nn.Module):
     hidden_sizes: Sequence[int] = (512,)
 
     @nn.compact
-    def __call__(self, x: Shaped[Array, "*batch C H W"]) -> Float[Array, "*batch H"]:
+    def __call__(
+        self, x: Shaped[Array, "*batch C H W"]
+    ) -> Float[Array, "*batch features"]:
         """Maps frames of bytes, channels first as EnvPool's, to the last layer."""
         x = jnp.moveaxis(x.astype(jnp.float32) / 255.0, -3, -1)
         init = nn.initializers.orthogonal(2**0.5)

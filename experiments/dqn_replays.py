@@ -8,9 +8,10 @@ paper's quarter of the step size as well.
 
 Every evaluation goes to ``experiments/results/dqn_replays/<arm>_<task>.csv``; what has
 a file already is not run again. ``experiments/results/dqn_replays.csv`` says of each:
-the interquartile mean of the last evaluations, and the paper's measure of learning
-speed (its figure 4): the env steps after which the mean curve is as high as uniform's
-ever is, over those that uniform takes, with a bootstrap interval over seeds.
+the interquartile mean of the last evaluations (``final``), that of the mean over all
+evaluations of a run (``run``, the area under the curve), and the paper's measure of
+learning speed (its figure 4): the env steps after which the mean curve is as high as
+uniform's ever is, over those that uniform takes, with a bootstrap interval over seeds.
 """
 
 import dataclasses
@@ -126,16 +127,20 @@ def summary(folder: Path) -> list[dict[str, Any]]:
     by_run = {(rows[0]["env"], rows[0]["arm"]): rows for rows in found}
     told = []
     for (env, arm), rows in sorted(by_run.items()):
-        iqm, low, high = results.interquartile_mean(list(curves(rows)[1][:, -1]))
+        returns = curves(rows)[1]
         row = {
             "env": env,
             "arm": arm,
-            "seeds": len({r["seed"] for r in rows}),
+            "seeds": len(returns),
             "env_steps": rows[-1]["env_steps"],
-            "final_iqm": round(iqm, 1),
-            "final_low": round(low, 1),
-            "final_high": round(high, 1),
         }
+        for name, of_seeds in (
+            ("final", returns[:, -1]),
+            ("run", returns.mean(axis=1)),
+        ):
+            found = results.interquartile_mean(list(of_seeds))
+            ends = f"{name}_iqm", f"{name}_low", f"{name}_high"
+            row |= dict(zip(ends, (round(x, 1) for x in found), strict=True))
         names = "speed", "speed_low", "speed_high"
         if (env, BASELINE) in by_run:
             ratio = speed(curves(by_run[env, BASELINE]), curves(rows))

@@ -11,7 +11,8 @@ starts after 1,000 steps.
   between updates of 16 gradient steps;
 * ``ours, proportional`` and ``ours, rank-based``: the same with lag 1 and priorities;
 * ``sb3, 1 env``: Stable-Baselines3's DQN, a gradient step every 4 steps;
-* ``sb3, 8 envs``: the same with 8 environments in turn, 2 gradient steps every 8 steps.
+* ``sb3, 8 envs``: the same with 8 environments in turn, 2 gradient steps every 8 steps;
+  ``sb3, 8 envs, 1 thread``: and PyTorch on one thread.
 
 The rate is of everything from twice the steps on with which learning starts. Four env
 steps are one gradient step. Medians and ratios are in the header of
@@ -42,7 +43,7 @@ class Options(turns.Options):
     """
 
     learn_steps: int = 60_000
-    sb3_steps: int = 12_000
+    sb3_steps: int = 8_000
 
 
 def ours(options: Options, max_lag: int, **replay: Any) -> dict[str, float]:
@@ -76,13 +77,16 @@ def ours(options: Options, max_lag: int, **replay: Any) -> dict[str, float]:
     return turns.rate(marks, after=2 * STARTS)
 
 
-def sb3(options: Options, envs: int) -> dict[str, float]:
+def sb3(options: Options, envs: int, threads: int | None = None) -> dict[str, float]:
     """Stable-Baselines3's DQN."""
     # Of the extra `bench` alone.
+    import torch  # pyright: ignore
     from stable_baselines3 import DQN  # pyright: ignore
     from stable_baselines3.common.callbacks import BaseCallback  # pyright: ignore
     from stable_baselines3.common.env_util import make_vec_env  # pyright: ignore
 
+    if threads is not None:
+        torch.set_num_threads(threads)
     began = time.perf_counter()
     marks = []
 
@@ -120,9 +124,11 @@ VARIANTS: turns.Variants = {
     "ours, rank-based": lambda options: ours(options, 1, replay="rank_based"),
     "sb3, 1 env": lambda options: sb3(options, 1),
     "sb3, 8 envs": lambda options: sb3(options, 8),
+    "sb3, 8 envs, 1 thread": lambda options: sb3(options, 8, 1),
 }
+SB3 = ("sb3, 1 env", "sb3, 8 envs", "sb3, 8 envs, 1 thread")
 RATIOS = {
-    "ours lag 1 / fastest sb3": ("ours, lag 1", ("sb3, 1 env", "sb3, 8 envs")),
+    "ours lag 1 / fastest sb3": ("ours, lag 1", SB3),
     "lag 1 / lag 0": ("ours, lag 1", ("ours, lag 0",)),
     "proportional / uniform": ("ours, proportional", ("ours, lag 1",)),
     "rank-based / uniform": ("ours, rank-based", ("ours, lag 1",)),

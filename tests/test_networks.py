@@ -13,6 +13,7 @@ from fps_jax.models.networks import (
     MLP,
     NatureCNN,
     actor_critic,
+    convolved_by_product,
     q_network,
 )
 from fps_jax.types import Continuous, Discrete, EnvSpec
@@ -286,3 +287,16 @@ def test_frames_duel_after_natures_convolutions():
         assert len(wide) == 2 * streams  # A kernel and a bias each.
         q = jax.eval_shape(network.apply, params, blank)
         assert q.shape == (2, 5)
+
+
+@pytest.mark.parametrize(("size", "k", "stride"), [(9, 3, 1), (13, 4, 2), (18, 8, 4)])
+def test_the_product_is_the_convolution(float64, size, k, stride):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, size, size + 3, 3))
+    kernel = rng.normal(size=(k, k, 3, 5))
+    found = convolved_by_product(jnp.asarray(x), jnp.asarray(kernel), stride=stride)
+    windows = sliding_window_view(x, (k, k), axis=(1, 2))[:, ::stride, ::stride]
+    expected = np.einsum("bhwcij,ijcf->bhwf", windows, kernel)
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match="stride 7 must divide"):
+        convolved_by_product(jnp.asarray(x), jnp.asarray(kernel), stride=7)

@@ -151,7 +151,7 @@ def test_a_clipped_error_makes_a_clipped_priority():
 
 def test_nothing_is_learned_before_it_may_be():
     this, _, (first, second) = updated("greedy")
-    assert first["gradient_steps"] == first["loss"] == 0
+    assert (first["gradient_steps"], first["loss"]) == (0, 0.0)
     assert first["replay_size"] == ROWS
     assert second["gradient_steps"] == ROWS // this.config.replay_period
 

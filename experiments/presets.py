@@ -20,7 +20,7 @@ _VECTORS = {
     "target_period": 256,
     "n_step": 3,
     "final_learning_rate_fraction": 0.0,
-    # Adam divides by the gradient's size: a quarter learned slower.
+    # The paper's quarter is for larger gradients; Adam divides by their size.
     "prioritized_learning_rate_fraction": 1.0,
 }
 _LOCOMOTION: Preset = ({}, {"num_envs": 16, "rollout_steps": 128})

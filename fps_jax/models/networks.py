@@ -49,8 +49,8 @@ class MLP(nn.Module):
 class Conv(nn.Module):
     """A square convolution without padding, whose stride divides its kernel.
 
-    On CPUs it is one product of matrices: within loops, where agents take their steps,
-    XLA's own convolutions take ten times as long there.
+    On CPUs it is one product of matrices: XLA's own convolutions are slow there within
+    loops, where agents take their steps.
 
     Attributes:
       features: channels of its output, F.

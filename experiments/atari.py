@@ -33,11 +33,14 @@ import numpy as np
 from experiments import presets, synthetic, train, turns
 from fps_jax import checks
 from fps_jax.agents.dqn import make_agent, make_replay
+from fps_jax.agents.dqn_state import Parts
 from fps_jax.runtime.envs import env_spec
 from fps_jax.runtime.options import TrainConfig
 from fps_jax.types import Discrete
 
 PROG = "experiments.atari"
+WARM_UP = 1_000
+"""Env steps that learn before time is taken."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,14 +67,12 @@ class Options(turns.Options):
     def __post_init__(self):
         """Refuses options that are out of range."""
         super().__post_init__()
-        checks.in_range(self, 1, math.inf, "total_env_steps", "replay_capacity")
+        checks.in_range(self, 1, math.inf, "replay_capacity")
         checks.in_range(self, 0, math.inf, "learning_starts", "eval_episodes", "seed")
         checks.choice("env", self.env, presets.atari_scores())
-        if self.learning_starts >= self.total_env_steps:
-            raise ValueError(
-                f"learning_starts {self.learning_starts} must be below "
-                f"total_env_steps {self.total_env_steps}."
-            )
+        # What is timed begins a little after learning does.
+        least = self.learning_starts + 2 * WARM_UP
+        checks.in_range(self, least, math.inf, "total_env_steps")
 
 
 def normalized(env: str, score: float) -> float:
@@ -142,14 +143,8 @@ def replay_share(agent: Any, config: TrainConfig) -> float:
     for network in (None, Glance(spec.action.num_actions)):
         made = hurried.make(spec, total_env_steps=10**6, **plan)
         if network is not None:
-            made = make_agent(
-                hurried,
-                network,
-                make_replay(hurried, spec, **plan),
-                spec,
-                total_env_steps=10**6,
-                num_envs=config.num_envs,
-            )
+            parts = Parts(hurried, network, make_replay(hurried, spec, **plan))
+            made = make_agent(parts, spec, 10**6, num_envs=config.num_envs)
         update = jax.jit(made.update, donate_argnums=0)
         state = jax.jit(made.init)(jax.random.key(0))
         taken.append(seconds_of(update, state, trajectory))
@@ -184,7 +179,7 @@ def measured(options: Options, variant: str) -> dict[str, float]:
     unit = 2**20 if sys.platform == "darwin" else 2**10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     score = history.records[-1].get("eval/return", math.nan)
-    rate = turns.rate(marks, after=options.learning_starts + 1_000)
+    rate = turns.rate(marks, after=options.learning_starts + WARM_UP)
     return {
         "steps_per_s": rate["steps_per_s"],
         "replay_mib": held / 2**20,

@@ -14,6 +14,7 @@ from probes import CONTINUOUS, DISCRETE, TwoStepEnv
 
 from fps_jax.agents import dqn_exploration as exploration
 from fps_jax.agents.dqn import DQNConfig, make_agent, make_replay
+from fps_jax.agents.dqn_state import Parts
 from fps_jax.models.networks import q_network
 from fps_jax.replay import samplers
 from fps_jax.runtime.acting import Actor
@@ -280,9 +281,8 @@ def test_frames_are_kept_once_and_learned_from_as_stacks():
     config = DQNConfig(**(SMALL | {"replay": "proportional"}))
     plan = {"num_envs": ENVS, "rollout_steps": LENGTH}
     of_replay = make_replay(config, spec, **plan)
-    agent = make_agent(
-        config, Flat(), of_replay, spec, total_env_steps=100, num_envs=ENVS
-    )
+    parts = Parts(config, Flat(), of_replay)
+    agent = make_agent(parts, spec, 100, num_envs=ENVS)
     state = jax.jit(agent.init)(jax.random.key(0))
     frames = state.local.replay.memory.frames
     kept = sum(x.nbytes for x in jax.tree.leaves(frames))

@@ -8,16 +8,16 @@ the gradient of their weighted TD errors, and tell the replay how large those we
 import dataclasses
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, Shaped
 
 from fps_jax.agents import dqn_exploration as exploration
 from fps_jax.agents import memory as memories
-from fps_jax.agents.dqn_learn import DQNState, make_learning, observe
+from fps_jax.agents.dqn_learn import learn
 from fps_jax.agents.dqn_options import DQNOptions
-from fps_jax.agents.memory import Memory
+from fps_jax.agents.dqn_state import DQNState, Parts
+from fps_jax.agents.gradient import Learned
 from fps_jax.models import distributions
 from fps_jax.models.networks import q_network
 from fps_jax.models.normalize import MomentsState, running_moments
@@ -43,8 +43,8 @@ class DQNConfig(DQNOptions):
         of_replay = make_replay(
             self, spec, num_envs=num_envs, rollout_steps=rollout_steps
         )
-        plan = {"total_env_steps": total_env_steps, "num_envs": num_envs}
-        return make_agent(self, network, of_replay, spec, **plan)
+        parts = Parts(self, network, of_replay)
+        return make_agent(parts, spec, total_env_steps, num_envs=num_envs)
 
 
 class ActorParams(NamedTuple):
@@ -113,37 +113,39 @@ def make_replay(
 
 
 def make_agent(
-    options: DQNOptions,
-    network: nn.Module,
-    of_replay: Replay,
-    spec: EnvSpec,
-    *,
-    total_env_steps: int,
-    num_envs: int,
+    parts: Parts, spec: EnvSpec, total_env_steps: int, *, num_envs: int
 ) -> Agent:
     """Composes DQN from its parts.
 
     Args:
-      options: the static choices; its numbers are only read from the state's `hyper`.
-      network: maps observations ``[B, ...]`` to values ``[B, A]``.
-      of_replay: a device's replay.
+      parts: options, network and replay.
       spec: the environment.
       total_env_steps: the planned length of the run.
       num_envs: E, environments of a device.
     """
-    learning = make_learning(options, network, of_replay)
-    num_levels = len(options.exploration_levels)
+    options, num_levels = parts.options, parts.num_levels
 
     def init(key: Key[Array, ""]) -> AgentState:
         key_params, key_learn = jax.random.split(key)
         blank = jnp.zeros((1, *spec.observation_shape), spec.observation_dtype)
-        params = network.init(key_params, blank)
+        params = parts.network.init(key_params, blank)
         hyper, moments = options.hyper(total_env_steps), None
         if options.normalize_observations and len(spec.observation_shape) == 1:
             moments = running_moments(spec.observation_shape).init()
-        learner = learning.init(params, moments, hyper, key_learn)
+        zero = jnp.zeros((), jnp.int32)
+        learner = DQNState(
+            q=Learned(params, parts.transform(hyper).init(params), None),
+            target=params,
+            observation_moments=moments,
+            feedback=exploration.init(num_levels),
+            hyper=hyper,
+            key=key_learn,
+            update=zero,
+            gradient_steps=zero,
+            env_steps=zero,
+        )
         kept = {"level": jax.ShapeDtypeStruct((), jnp.int32)} if num_levels else {}
-        memory = memories.init(of_replay, spec, num_envs=num_envs, behaviour=kept)
+        memory = memories.init(parts.replay, spec, num_envs=num_envs, behaviour=kept)
         return AgentState(learner, memory)
 
     def actor_params(learner: DQNState, key: Key[Array, ""] | None) -> ActorParams:
@@ -168,8 +170,7 @@ def make_agent(
         explore: bool,
     ):
         envs = observation.shape[0]
-        observation = observe(params.observation_moments, observation)
-        q: Any = network.apply(params.params, observation)
+        q = parts.values(params.params, params.observation_moments, observation)
         if not explore:
             epsilon = jnp.broadcast_to(params.eval_epsilon, (envs,))
             return distributions.epsilon_greedy(q, epsilon).sample(seed=key), {}
@@ -190,9 +191,8 @@ def make_agent(
     def update(
         state: AgentState, trajectory: Trajectory, *, axis_name: str | None = None
     ) -> tuple[AgentState, Metrics]:
-        memory: Memory = state.local
-        learner, memory, metrics = learning.step(
-            state.learner, memory, trajectory, axis_name
+        learner, memory, metrics = learn(
+            parts, state.learner, state.local, trajectory, axis_name
         )
         return AgentState(learner, memory), metrics
 

@@ -20,6 +20,7 @@ critics and dpg cannot be faster than.
 import dataclasses
 import functools
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import presets, synthetic, turns
+from fps_jax import checks
 from fps_jax.agents import (
     dfps_critic,
     dfps_dpg,
@@ -57,6 +59,11 @@ class Options(turns.Options):
 
     learn_steps: int = 60_000
 
+    def __post_init__(self):
+        """Refuses runs that end before there is something to time."""
+        super().__post_init__()
+        checks.in_range(self, 10 * ENVS * STEPS, math.inf, "learn_steps")
+
 
 def trains(options: Options, agent: Any, max_lag: int) -> dict[str, float]:
     """Rate of a run, from the first update on that uses all parts.
@@ -66,23 +73,16 @@ def trains(options: Options, agent: Any, max_lag: int) -> dict[str, float]:
       agent: its options.
       max_lag: of acting behind learning.
     """
-    import fps_jax
-
-    began = time.perf_counter()
-    config = fps_jax.TrainConfig(
+    found = turns.ours(
+        agent,
+        after=options.learn_steps // 3,
         env=TASK,
         num_envs=ENVS,
         rollout_steps=STEPS,
         total_env_steps=options.learn_steps,
         max_lag=max_lag,
-        eval_episodes=0,
-        directory=None,
-        show_progress=False,
     )
-    records = fps_jax.train(agent, config).records
-    lead = time.perf_counter() - began - records[-1]["wall_s"]
-    marks = [(r["env_steps"], lead + r["wall_s"]) for r in records]
-    rate = turns.rate(marks, after=options.learn_steps // 3)["steps_per_s"]
+    rate = found["steps_per_s"]
     return {"steps_per_s": rate, "ms": 1e3 * ENVS * STEPS / rate}
 
 

@@ -20,12 +20,13 @@ steps are one gradient step. Medians and ratios are in the header of
 """
 
 import dataclasses
+import math
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from experiments import turns
+from fps_jax import checks
 
 PROG = "experiments.bench_dqn"
 TASK = "CartPole-v1"
@@ -45,12 +46,16 @@ class Options(turns.Options):
     learn_steps: int = 60_000
     sb3_steps: int = 8_000
 
+    def __post_init__(self):
+        """Refuses runs that end before there is something to time."""
+        super().__post_init__()
+        checks.in_range(self, 3 * STARTS, math.inf, "learn_steps", "sb3_steps")
+
 
 def ours(options: Options, max_lag: int, **replay: Any) -> dict[str, float]:
     """Our DQN."""
     import fps_jax
 
-    began = time.perf_counter()
     agent = fps_jax.DQNConfig(
         double=False,
         batch_size=BATCH,
@@ -61,20 +66,15 @@ def ours(options: Options, max_lag: int, **replay: Any) -> dict[str, float]:
         hidden_sizes=SIZES,
         **replay,
     )
-    config = fps_jax.TrainConfig(
+    return turns.ours(
+        agent,
+        after=2 * STARTS,
         env=TASK,
         num_envs=ENVS,
         rollout_steps=STEPS,
         total_env_steps=options.learn_steps,
         max_lag=max_lag,
-        eval_episodes=0,
-        directory=None,
-        show_progress=False,
     )
-    records = fps_jax.train(agent, config).records
-    lead = time.perf_counter() - began - records[-1]["wall_s"]
-    marks = [(r["env_steps"], lead + r["wall_s"]) for r in records]
-    return turns.rate(marks, after=2 * STARTS)
 
 
 def sb3(options: Options, envs: int, threads: int | None = None) -> dict[str, float]:
@@ -82,26 +82,14 @@ def sb3(options: Options, envs: int, threads: int | None = None) -> dict[str, fl
     # Of the extra `bench` alone.
     import torch  # pyright: ignore
     from stable_baselines3 import DQN  # pyright: ignore
-    from stable_baselines3.common.callbacks import BaseCallback  # pyright: ignore
     from stable_baselines3.common.env_util import make_vec_env  # pyright: ignore
 
     if threads is not None:
         torch.set_num_threads(threads)
-    began = time.perf_counter()
-    marks = []
-
-    class Mark(BaseCallback):
-        def _on_step(self) -> bool:
-            return True
-
-        def _on_rollout_start(self) -> None:
-            marks.append((self.num_timesteps, time.perf_counter() - began))
-
     rows = max(PERIOD, envs)
-    env = make_vec_env(TASK, envs)
-    model = DQN(
+    make_model = lambda: DQN(
         "MlpPolicy",
-        env,
+        make_vec_env(TASK, envs),
         batch_size=BATCH,
         train_freq=rows // envs,
         gradient_steps=rows // PERIOD,
@@ -111,10 +99,7 @@ def sb3(options: Options, envs: int, threads: int | None = None) -> dict[str, fl
         policy_kwargs={"net_arch": list(SIZES)},
         device="cpu",
     )
-    model.learn(options.sb3_steps, callback=Mark())
-    marks.append((model.num_timesteps, time.perf_counter() - began))
-    env.close()
-    return turns.rate(marks, after=2 * STARTS)
+    return turns.sb3(make_model, options.sb3_steps, after=2 * STARTS)
 
 
 VARIANTS: turns.Variants = {

@@ -48,23 +48,17 @@ def ours(options: Options, max_lag: int) -> dict[str, float]:
     """Our PPO."""
     import fps_jax
 
-    began = time.perf_counter()
     agent = fps_jax.PPOConfig(
         minibatch_size=MINIBATCH, num_epochs=EPOCHS, hidden_sizes=(64, 64)
     )
-    config = fps_jax.TrainConfig(
+    return turns.ours(
+        agent,
         env=TASK,
         num_envs=NUM_ENVS,
         rollout_steps=ROLLOUT_STEPS,
         total_env_steps=options.learn_steps,
         max_lag=max_lag,
-        eval_episodes=0,
-        directory=None,
-        show_progress=False,
     )
-    records = fps_jax.train(agent, config).records
-    lead = time.perf_counter() - began - records[-1]["wall_s"]
-    return turns.rate([(r["env_steps"], lead + r["wall_s"]) for r in records])
 
 
 def sb3(options: Options, vec_env: str) -> dict[str, float]:
@@ -72,34 +66,18 @@ def sb3(options: Options, vec_env: str) -> dict[str, float]:
     # Of the extra `bench` alone.
     from stable_baselines3 import PPO  # pyright: ignore
     from stable_baselines3.common import vec_env as vec_envs  # pyright: ignore
-    from stable_baselines3.common.callbacks import BaseCallback  # pyright: ignore
     from stable_baselines3.common.env_util import make_vec_env  # pyright: ignore
 
-    began = time.perf_counter()
-    marks = []
-
-    class Mark(BaseCallback):
-        def _on_step(self) -> bool:
-            return True
-
-        def _on_rollout_start(self) -> None:
-            if self.num_timesteps:  # The update before this rollout has ended.
-                marks.append((self.num_timesteps, time.perf_counter() - began))
-
     cls = {"dummy": vec_envs.DummyVecEnv, "subproc": vec_envs.SubprocVecEnv}[vec_env]
-    env = make_vec_env(TASK, NUM_ENVS, vec_env_cls=cls)
-    model = PPO(
+    make_model = lambda: PPO(
         "MlpPolicy",
-        env,
+        make_vec_env(TASK, NUM_ENVS, vec_env_cls=cls),
         n_steps=ROLLOUT_STEPS,
         batch_size=MINIBATCH,
         n_epochs=EPOCHS,
         device="cpu",
     )
-    model.learn(options.learn_steps, callback=Mark())
-    marks.append((model.num_timesteps, time.perf_counter() - began))
-    env.close()
-    return turns.rate(marks)
+    return turns.sb3(make_model, options.learn_steps)
 
 
 def acting(options: Options, num_envs: int) -> dict[str, float]:

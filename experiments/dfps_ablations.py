@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import ClassVar
 
-from experiments import command_line, learning, results
+from experiments import learning
 
 PROG = "experiments.dfps_ablations"
 
@@ -73,10 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: the words after the program's name; None reads the process's own.
     """
-    options = command_line.parse(
-        Options, sys.argv[1:] if argv is None else argv, prog=PROG
-    )
-    learning.run_arms(options, results.FOLDER / "dfps_ablations")
+    learning.run_arms(PROG, Options, argv)
     return 0
 
 

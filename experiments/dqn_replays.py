@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from experiments import command_line, learning, results
+from experiments import learning, results
 
 PROG = "experiments.dqn_replays"
 BASELINE = "dqn"
@@ -157,12 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: the words after the program's name; None reads the process's own.
     """
-    options = command_line.parse(
-        Options, sys.argv[1:] if argv is None else argv, prog=PROG
-    )
-    folder = results.FOLDER / "dqn_replays"
-    learning.run_arms(options, folder)
-    told = summary(folder)
+    told = summary(learning.run_arms(PROG, Options, argv))
     results.write_csv(results.FOLDER / "dqn_replays.csv", told)
     for row in told:
         print(*row.values())

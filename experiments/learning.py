@@ -176,22 +176,31 @@ class ArmOptions:
         return given, []
 
 
-def run_arms(options: ArmOptions, folder: Path) -> None:
+def run_arms(
+    prog: str, of_options: type[ArmOptions], argv: Sequence[str] | None
+) -> Path:
     """Trains every arm on every task; a CSV each, once its seeds are done.
 
     What has a file already is not run again.
 
     Args:
-      options: which they are.
-      folder: where the files are, ``<arm>_<task>.csv``.
+      prog: the module.
+      of_options: the class of its options.
+      argv: the words after the program's name; None reads the process's own.
 
-    Raises:
-      ValueError: if an arm's options contradict each other.
+    Returns:
+      The folder of the files, ``experiments/results/<program>/<arm>_<task>.csv``.
     """
+    words = sys.argv[1:] if argv is None else argv
+    options = command_line.parse(of_options, words, prog=prog)
     runs = [(arm, env) for env in options.envs for arm in options.arms]
-    given = {run: options.of_runs(*run) for run in runs}
-    for of_seeds, words in given.values():  # Refuses what no run could be given.
-        train.read(of_seeds.argv(0, words))
+    try:
+        given = {run: options.of_runs(*run) for run in runs}
+    except ValueError as error:
+        command_line.refuse(error, prog=prog)
+    for of_seeds, more in given.values():  # Refuses what no run could be given.
+        train.read(of_seeds.argv(0, more))
+    folder = results.FOLDER / prog.rpartition(".")[2]
     for (arm, env), of_arm in given.items():
         path = folder / f"{arm}_{env}.csv"
         if path.exists():
@@ -203,6 +212,7 @@ def run_arms(options: ArmOptions, folder: Path) -> None:
             path, [{"arm": arm, **row} for row in rows], final_iqm=reached
         )
         print(f"{env}, {arm}: IQM {reached}; {path}", flush=True)
+    return folder
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from experiments import command_line, learning, presets, results, train
+from experiments import learning, presets, train
 
 PROG = "experiments.ppo_variants"
 VARIANTS = [name for name in presets.VARIANTS if presets.base(name) == "ppo"]
@@ -63,13 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: the words after the program's name; None reads the process's own.
     """
-    options = command_line.parse(
-        Options, sys.argv[1:] if argv is None else argv, prog=PROG
-    )
-    try:
-        learning.run_arms(options, results.FOLDER / "ppo_variants")
-    except ValueError as error:
-        command_line.refuse(error, prog=PROG)
+    learning.run_arms(PROG, Options, argv)
     return 0
 
 

@@ -11,6 +11,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -125,6 +126,54 @@ def rate(marks: Sequence[tuple[int, float]], *, after: int = 0) -> dict[str, flo
     """
     (steps, start), (end_steps, end) = [m for m in marks if m[0] >= after][1], marks[-1]
     return {"steps_per_s": (end_steps - steps) / (end - start), "start_s": start}
+
+
+def ours(agent: Any, *, after: int = 0, **run: Any) -> dict[str, float]:
+    """Rate of a run of ours, which evaluates, writes and shows nothing.
+
+    Args:
+      agent: its options.
+      after: see `rate`.
+      **run: options of the run, see `TrainConfig`.
+    """
+    from fps_jax import TrainConfig, train  # Of the process that measures.
+
+    began = time.perf_counter()
+    quiet = {"eval_episodes": 0, "directory": None, "show_progress": False}
+    records = train(agent, TrainConfig(**quiet, **run)).records
+    lead = time.perf_counter() - began - records[-1]["wall_s"]
+    return rate([(r["env_steps"], lead + r["wall_s"]) for r in records], after=after)
+
+
+def sb3(
+    make_model: Callable[[], Any], env_steps: int, *, after: int = 0
+) -> dict[str, float]:
+    """Rate of a run of Stable-Baselines3.
+
+    Args:
+      make_model: makes its environments and its model.
+      env_steps: length of the run.
+      after: see `rate`.
+    """
+    # Of the extra `bench` alone.
+    from stable_baselines3.common.callbacks import BaseCallback  # pyright: ignore
+
+    began = time.perf_counter()
+    marks = []
+
+    class Mark(BaseCallback):
+        def _on_step(self) -> bool:
+            return True
+
+        def _on_rollout_start(self) -> None:
+            if self.num_timesteps:  # The update before this rollout has ended.
+                marks.append((self.num_timesteps, time.perf_counter() - began))
+
+    model = make_model()
+    model.learn(env_steps, callback=Mark())
+    marks.append((model.num_timesteps, time.perf_counter() - began))
+    model.get_env().close()
+    return rate(marks, after=after)
 
 
 def medians(rows: Sequence[Row], name: str) -> dict[str, float]:

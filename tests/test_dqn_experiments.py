@@ -3,7 +3,18 @@
 import numpy as np
 import pytest
 
-from experiments import atari, dqn_replays, presets, results, train, turns
+from experiments import (
+    atari,
+    bench_dfps,
+    bench_dqn,
+    dqn_replays,
+    learning,
+    ppo_variants,
+    presets,
+    results,
+    train,
+    turns,
+)
 from fps_jax.runtime.envs import env_spec
 
 
@@ -61,6 +72,36 @@ def test_arms_become_a_summary(tmp_path):
         ("dqn", 5.0, 1.0),
         ("dqn_proportional", 7.0, 1.0),
     ]
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "part"),
+    [
+        (dqn_replays, "--seeds 0", "seeds 0 must be at least 1"),
+        (dqn_replays, "--arms dqn_greedy", "arms 'dqn_greedy' must be one of"),
+        (atari, "--total-env-steps 5500", "total_env_steps 5500 must be at least 7000"),
+        (atari, "--env CartPole-v1", "env 'CartPole-v1' must be one of"),
+        (bench_dqn, "--sb3-steps 500", "sb3_steps 500 must be at least 3000"),
+        (bench_dfps, "--learn-steps 600", "learn_steps 600 must be at least 5120"),
+        (bench_dqn, "--variants theirs", "variant 'theirs' is not in"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys, program, words, part):
+    with pytest.raises(SystemExit) as end:
+        program.main(words.split())
+    stdout, stderr = capsys.readouterr()
+    assert (end.value.code, stdout, stderr.count("\n")) == (2, "", 1)
+    assert part in stderr
+
+
+def test_what_training_raises_is_no_mistake_of_the_user(monkeypatch, tmp_path):
+    def fails(*given):
+        raise ValueError("from within a run")
+
+    monkeypatch.setattr(learning, "run_seeds", fails)
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    with pytest.raises(ValueError, match="from within a run"):
+        ppo_variants.main(["--arms", "ppo"])
 
 
 def test_rates_start_where_learning_has():

@@ -11,7 +11,7 @@ import jax
 import rich
 import tyro
 
-from experiments import command_line, presets
+from experiments import command_line, figures, presets
 from fps_jax.agents.dfps import DFPSConfig
 from fps_jax.agents.dqn import DQNConfig
 from fps_jax.agents.ppo import PPOConfig
@@ -112,8 +112,6 @@ def main(
     else:
         rich.print(history.summary)
     if run.directory is not None and jax.process_index() == 0:
-        from experiments import figures  # A third of the time of all imports.
-
         figures.draw_run(run.directory)
         print(f"{run.directory}/learning_curve.png")
     return code

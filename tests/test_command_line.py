@@ -245,7 +245,7 @@ def test_several_seeds_become_a_csv_that_says_how_and_a_figure(
 def test_the_figure_draws_the_mean_that_the_summary_prints(runs):
     values = np.random.default_rng(runs).normal(size=runs)
     printed, low, high = results.interquartile_mean(values.tolist())
-    np.testing.assert_allclose(figures.trim_mean(values, 0.25), printed)
+    np.testing.assert_allclose(figures.interquartile_mean(values), printed)
     assert low <= printed <= high
     again = results.interquartile_mean(values.tolist())
     assert again == (printed, low, high)

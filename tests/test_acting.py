@@ -101,7 +101,7 @@ def naive_episodes(rows):
                 total[i] += float(row["reward"][i])
                 length[i] += 1
             if row["terminated"][i] or row["truncated"][i]:
-                found[number // LENGTH].append(Episode(total[i], length[i]))
+                found[number // LENGTH].append(Episode(total[i], length[i], i))
                 total[i], length[i] = 0.0, 0
     return found
 
@@ -119,7 +119,8 @@ def test_every_row_is_what_the_twin_wrote_down(six):
     segments, rows = six
     for k, segment in enumerate(segments):
         trajectory = segment.trajectory
-        assert (segment.rollout, segment.version, segment.nonfinite) == (k, 10 + k, 0)
+        assert (segment.rollout, segment.version) == (k, 10 + k)
+        assert not segment.nonfinite.any()
         for t in range(LENGTH):
             row = dict(rows[k * LENGTH + t])
             led_to = row.pop("led_to")
@@ -290,7 +291,8 @@ def test_masking_masks_the_rows_that_a_bad_number_touches(bad):
         was_valid = np.stack([r["is_valid"] for r in rows[of_rollout]])
         expected = was_valid & np.stack(good[of_rollout])
         np.testing.assert_array_equal(trajectory.is_valid, expected)
-        assert segment.nonfinite == (was_valid & ~expected).sum()
+        masked = (was_valid & ~expected).sum(axis=0)
+        np.testing.assert_array_equal(segment.nonfinite, masked)
         zeroed = lambda x: np.where(np.isfinite(x), x, 0)
         for t, row in enumerate(rows[of_rollout]):
             observation, led_to = trajectory.observation[t : t + 2]
@@ -306,7 +308,7 @@ def test_a_bad_number_in_the_last_row_masks_the_first_of_the_next_rollout():
     actor = make_actor(BrokenEnv(bad), masks_nonfinite=True)
     first, second = rollouts(actor, range(2))
     for segment, t in ((first, LENGTH - 1), (second, 0)):
-        assert segment.nonfinite == 1
+        assert segment.nonfinite.tolist() == [0] * 5 + [1] + [0] * (ENVS - 6)
         assert not segment.trajectory.is_valid[t, 5]
 
 

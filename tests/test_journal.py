@@ -30,9 +30,9 @@ class Written:
 
 
 def segment(*episodes, nonfinite=0, trajectory=None, **seconds):
-    return Segment(
-        trajectory, [Episode(*e) for e in episodes], 0, 0, nonfinite, None, seconds
-    )
+    episodes = [Episode(*e, env=0) for e in episodes]
+    bad = np.array([nonfinite, 0])
+    return Segment(trajectory, episodes, 0, 0, bad, None, seconds)
 
 
 def open_journal(past=(), num_actors=2):

@@ -154,13 +154,13 @@ class Actor:
     def _env_state(self) -> Any:
         return self._env.get_state() if isinstance(self._env, RestorableEnv) else ()
 
-    def _check_finite(self, trajectory: Trajectory) -> tuple[Trajectory, int]:
+    def _check_finite(self, trajectory: Trajectory) -> tuple[Trajectory, np.ndarray]:
         """Fails on, or masks, rows that touch a NaN or an infinity."""
         good: Any = np.isfinite(trajectory.observation)
         good = good.reshape(*good.shape[:2], -1).all(axis=2)
         good_rows = good[:-1] & good[1:] & np.isfinite(trajectory.reward)
         if good_rows.all():
-            return trajectory, 0
+            return trajectory, np.zeros(self._env.num_envs, np.int64)
         t, env = np.argwhere(~good_rows)[0]
         if not self._masks_nonfinite:
             raise NonFiniteError(
@@ -172,7 +172,8 @@ class Actor:
             reward=_zero_nonfinite(trajectory.reward),
             is_valid=trajectory.is_valid & good_rows,
         )
-        return masked, int((trajectory.is_valid & ~good_rows).sum())
+        nonfinite: Any = trajectory.is_valid & ~good_rows
+        return masked, nonfinite.sum(axis=0)
 
 
 def _zero_nonfinite(x: Any) -> Any:
@@ -202,7 +203,7 @@ def _count_episodes(
         mine = slice(first[i], t + 1), i
         returns[i] += reward[mine].sum()
         lengths[i] += is_step[mine].sum()
-        episodes.append(Episode(float(returns[i]), int(lengths[i])))
+        episodes.append(Episode(float(returns[i]), int(lengths[i]), int(i)))
         returns[i], lengths[i], first[i] = 0.0, 0, t + 1
     is_running = np.arange(len(reward))[:, None] >= first
     returns += reward.sum(axis=0, where=is_running)

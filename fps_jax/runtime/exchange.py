@@ -32,10 +32,12 @@ class Episode(NamedTuple):
     Attributes:
       total_reward: undiscounted return.
       length: env steps.
+      env: which of the actor's environments it was in.
     """
 
     total_reward: float
     length: int
+    env: int
 
 
 class ActorCarry(NamedTuple):
@@ -62,7 +64,7 @@ class Segment(NamedTuple):
       episodes: that ended in it, each once.
       rollout: its number k.
       version: of the parameters that acted.
-      nonfinite: rows masked because something in them was NaN or infinite.
+      nonfinite: ``[E]``, rows masked because something in them was NaN or infinite.
       carry: where the actor stands after it.
       seconds: where its time went, by name.
     """
@@ -71,7 +73,7 @@ class Segment(NamedTuple):
     episodes: list[Episode]
     rollout: int
     version: int
-    nonfinite: int
+    nonfinite: np.ndarray
     carry: ActorCarry
     seconds: dict[str, float]
 

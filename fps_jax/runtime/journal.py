@@ -58,17 +58,25 @@ class Journal:
       timers: where the learner's time goes.
     """
 
-    def __init__(self, sink: Sink, past: Sequence[dict[str, Any]], num_actors: int):
+    def __init__(
+        self,
+        sink: Sink,
+        past: Sequence[dict[str, Any]],
+        num_actors: int,
+        *,
+        timers: Timers | None = None,
+    ):
         """Opens the journal.
 
         Args:
           sink: where records are written.
           past: records of the run before it was resumed.
           num_actors: how many actors report where their time goes.
+          timers: of the learner; None makes new ones.
         """
         self.records = list(past)
         self.recent_returns: deque[float] = deque(maxlen=100)
-        self.timers = Timers()
+        self.timers = timers or Timers()
         self._sink = sink
         self._actors = [Timers() for _ in range(num_actors)]
         self._updates: list[Mapping[str, float]] = []
@@ -89,7 +97,7 @@ class Journal:
         """
         self._updates.append({**update, "lag": lag})
         self._env_steps += int(update["env_steps"])
-        self._nonfinite_rows += sum(s.nonfinite for s in segments)
+        self._nonfinite_rows += sum(int(s.nonfinite.sum()) for s in segments)
         episodes = [e for s in segments for e in s.episodes]
         self._episodes += episodes
         self.recent_returns.extend(e.total_reward for e in episodes)

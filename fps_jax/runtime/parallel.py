@@ -210,7 +210,8 @@ def parallelize(agent: Agent, mesh: Mesh, *, backend: Backend = "pmap") -> Updat
     """Compiles an agent's update for all devices of a mesh; the state is donated.
 
     Both backends run the same program and take and return the same arrays. To the
-    agent's metrics it adds ``env_steps``, the valid rows of all devices.
+    agent's metrics it adds ``env_steps``, the valid rows of all devices, unless the
+    agent counts them itself.
 
     Args:
       agent: the agent; its update reduces over `AXIS`.
@@ -224,7 +225,7 @@ def parallelize(agent: Agent, mesh: Mesh, *, backend: Backend = "pmap") -> Updat
     def update(state: AgentState, trajectory: Trajectory):
         state, metrics = agent.update(state, trajectory, axis_name=AXIS)
         valid = jnp.sum(trajectory.is_valid, dtype=jnp.int32)
-        return state, metrics | {"env_steps": jax.lax.psum(valid, AXIS)}
+        return state, {"env_steps": jax.lax.psum(valid, AXIS)} | metrics
 
     if backend == "pmap":
         axes = AgentState(learner=None, local=0)

@@ -83,7 +83,7 @@ def compile_agent(agent: Agent, mesh: Mesh, *, mapping: parallel.Backend) -> Pro
         if jnp.issubdtype(observation.dtype, jnp.floating):
             # A NaN would come back as a NaN action; the runtime checks what it stores.
             observation = jnp.where(jnp.isfinite(observation), observation, 0)
-        key = jax.random.fold_in(key, count)
+        key = fold(key, count)
         return agent.act(unpack(params), observation, key, explore=explore)
 
     def actor_params(learner, key):
@@ -99,6 +99,18 @@ def compile_agent(agent: Agent, mesh: Mesh, *, mapping: parallel.Backend) -> Pro
         act=jax.jit(functools.partial(act, explore=True)),
         act_greedily=jax.jit(functools.partial(act, explore=False)),
     )
+
+
+def fold(key: Any, number: Any) -> Any:
+    """Folds a number into a key, or into each of a population's.
+
+    Args:
+      key: scalar, or ``[P]``.
+      number: an unsigned integer on a device.
+    """
+    if key.ndim:
+        return jax.vmap(jax.random.fold_in, in_axes=(0, None))(key, number)
+    return jax.random.fold_in(key, number)
 
 
 def check(

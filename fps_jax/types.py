@@ -191,6 +191,17 @@ class AgentConfig(Protocol):
         """The agent's name: of its subcommand and of its folder of runs."""
         ...
 
+    def hyper(self, total_env_steps: int) -> Any:
+        """The numeric hyper-parameters: a NamedTuple, by the options' own names.
+
+        ``make(...).init`` gives them as `hyper` of the learner, and nothing else there
+        depends on them: members of a population have their own.
+
+        Args:
+          total_env_steps: the planned length of the run.
+        """
+        ...
+
     def make(
         self, spec: EnvSpec, *, total_env_steps: int, num_envs: int, rollout_steps: int
     ) -> Agent:

@@ -63,6 +63,10 @@ class TinyConfig:
     def name(self) -> str:
         return "tiny"
 
+    def hyper(self, total_env_steps: int) -> "TinyHyper":
+        del total_env_steps
+        return TinyHyper(jnp.asarray(self.learning_rate, jnp.float32))
+
     def make(self, spec: EnvSpec, **plan: int) -> Agent:
         del plan
         return make_agent(self, spec)
@@ -90,7 +94,7 @@ def make_agent(config: TinyConfig, spec: EnvSpec) -> Agent:
             TinyState(
                 params=jax.random.normal(key_params, shape),
                 baseline=jnp.zeros(()),
-                hyper=TinyHyper(jnp.asarray(config.learning_rate, jnp.float32)),
+                hyper=config.hyper(0),
                 key=key_noise,
                 update=jnp.zeros((), jnp.int32),
             )

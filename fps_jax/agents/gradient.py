@@ -193,12 +193,11 @@ def axis_size(axis_name: str | None) -> int:
 
 
 def device_key(key: Key[Array, ""], axis_name: str | None) -> Key[Array, ""]:
-    """A key of this device alone.
+    """A key of this device alone: without an axis, that of the one there is.
 
     Args:
       key: the same on every device.
       axis_name: the device axis, if any.
     """
-    if axis_name is None:
-        return key
-    return jax.random.fold_in(key, jax.lax.axis_index(axis_name))
+    index = 0 if axis_name is None else jax.lax.axis_index(axis_name)
+    return jax.random.fold_in(key, index)

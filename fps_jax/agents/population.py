@@ -92,8 +92,8 @@ def population(agent: Agent, spec: EnvSpec, hyper: Any, *, splits_batch: bool) -
       splits_batch: whether devices split each member's batch, not the members.
 
     Returns:
-      An agent whose ``init`` takes ``[P]`` keys, as does ``act``, and ``actor_params``
-      all members' learners.
+      An agent whose ``init`` and ``act`` take ``[P]`` keys, and whose ``actor_params``
+      takes all members' learners, ``[D, P / D, ...]`` where devices split them.
     """
 
     def init(keys: Key[Array, " P"]) -> AgentState:
@@ -103,6 +103,8 @@ def population(agent: Agent, spec: EnvSpec, hyper: Any, *, splits_batch: bool) -
         return states if splits_batch else AgentState((), states)
 
     def actor_params(learner: Any, keys: Key[Array, " P"] | None) -> Any:
+        if not splits_batch:
+            learner = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), learner)
         if keys is None:
             return jax.vmap(lambda one: agent.actor_params(one, None))(learner)
         return jax.vmap(agent.actor_params)(learner, keys)
@@ -129,7 +131,7 @@ def population(agent: Agent, spec: EnvSpec, hyper: Any, *, splits_batch: bool) -
         state: AgentState, trajectory: Trajectory, *, axis_name: str | None = None
     ) -> tuple[AgentState, Metrics]:
         states = state if splits_batch else state.local
-        members = len(jax.tree.leaves(states.learner.hyper)[0])
+        members = len(jax.tree.leaves(states)[0])
         split = lambda x: x.reshape(x.shape[0], members, -1, *x.shape[2:])
         batch = jax.tree.map(split, trajectory)
         inner = axis_name if splits_batch else None

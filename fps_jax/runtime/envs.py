@@ -9,7 +9,6 @@ in float64 tasks unless JAX has x64 enabled. Nor can a pool's `recv` time out: w
 steps an environment must watch for stalls.
 """
 
-import collections
 import functools
 import os
 import warnings
@@ -247,7 +246,8 @@ def make_env(
     Args:
       env_id: an id of `envpool.list_all_envs()`.
       num_envs: E, at least 1.
-      seeds: one int32 for each environment, all different; see `env_seeds`.
+      seeds: one int32 for each environment. Those of one run differ, see `env_seeds`;
+        members of a population with the same seed have the same.
       num_threads: threads that step them; None is one each, as far as cores go.
       max_episode_steps: the time limit, in steps; None is the task's own.
       env_options: further options of the task, by EnvPool's names, such as Atari's
@@ -301,11 +301,9 @@ def _as_seen(observation: np.ndarray) -> np.ndarray:
 def _check_seeds(seeds: Sequence[int], num_envs: int) -> None:
     if len(seeds) != num_envs:
         raise ValueError(f"{len(seeds)} seeds were given for num_envs {num_envs}.")
-    for seed, times in collections.Counter(seeds).items():
+    for seed in seeds:
         if not -(2**31) <= seed <= _INT32_MAX:
             raise ValueError(f"seeds: {seed} must be an int32.")
-        if times > 1:
-            raise ValueError(f"seeds: {seed} stands {times} times; each must differ.")
 
 
 def _check_at_least_one(name: str, value: int) -> None:

@@ -78,7 +78,7 @@ class Loop(abc.ABC):
 
     @abc.abstractmethod
     def batch_of(self, trajectories: Sequence[Trajectory]) -> Trajectory:
-        """Lays the actors' host arrays ``[T, E, ...]`` out for devices: ``[D, ...]``."""
+        """Lays the actors' host arrays ``[T, E, ...]`` out for devices."""
 
     @abc.abstractmethod
     def note(

@@ -93,7 +93,7 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
         parts = [jax.device_put(x.copy(), d) for d in mesh.local_devices]
         return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
-    return _map_data(put, tree)
+    return map_data(put, tree)
 
 
 def shard(tree: Any, mesh: Mesh) -> Any:
@@ -106,11 +106,16 @@ def shard(tree: Any, mesh: Mesh) -> Any:
     """
     sharding = NamedSharding(mesh, PartitionSpec(AXIS))
     put = functools.partial(jax.make_array_from_process_local_data, sharding)
-    return _map_data(put, tree)
+    return map_data(put, tree)
 
 
-def _map_data(put: Callable[[np.ndarray], Any], tree: Any) -> Any:
-    """Maps over host arrays; a typed key goes as its data and comes out as a key."""
+def map_data(put: Callable[[np.ndarray], Any], tree: Any) -> Any:
+    """Maps over host arrays; a typed key goes as its data and comes out as a key.
+
+    Args:
+      put: of the data of one leaf.
+      tree: host arrays and typed keys.
+    """
 
     def one(x):
         if not _is_key(x):
@@ -165,7 +170,7 @@ def read(tree: Any) -> Any:
     Args:
       tree: replicated arrays.
     """
-    return _map_data(np.array, first_replica(tree))
+    return map_data(np.array, first_replica(tree))
 
 
 def read_state(state: AgentState) -> AgentState:
@@ -177,7 +182,7 @@ def read_state(state: AgentState) -> AgentState:
 
     def parts(x):
         shards = sorted(x.addressable_shards, key=lambda part: part.index[0].start or 0)
-        pieces = [_map_data(np.array, part.data) for part in shards]
+        pieces = [map_data(np.array, part.data) for part in shards]
         return (jnp if _is_key(x) else np).concatenate(pieces)
 
     return AgentState(read(state.learner), jax.tree.map(parts, state.local))
@@ -203,7 +208,7 @@ def init_state(agent: Agent, key: jax.Array, mesh: Mesh) -> AgentState:
     """
     state = jax.device_get(jax.jit(agent.init)(key))
     copies = lambda x: np.broadcast_to(x, (mesh.local_mesh.size, *x.shape))
-    return place_state(AgentState(state.learner, _map_data(copies, state.local)), mesh)
+    return place_state(AgentState(state.learner, map_data(copies, state.local)), mesh)
 
 
 def parallelize(agent: Agent, mesh: Mesh, *, backend: Backend = "pmap") -> Update:

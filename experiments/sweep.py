@@ -1,0 +1,336 @@
+"""Trains an agent with many settings and seeds: a sweep is an array axis.
+
+``python -m experiments.sweep dfps --env HalfCheetah-v4 --seeds 0:16`` trains 16 seeds;
+``--grid learning_rate=1e-4,3e-4 clip_epsilon=0.1,0.2 --seeds 0:4`` every combination
+of some options with 4 seeds each; ``--random 20 --ranges learning_rate=log:1e-5:1e-2
+minibatch_size=64,128`` 20 drawn settings. Further options are those of
+`experiments.train`, for every member.
+
+Members that differ in seeds and numbers share one program and one set of environments.
+Options that change the program (a network's size, a surrogate, the environments) make
+groups, which run one after another or, with ``--jobs``, side by side. A member lives in
+``sweeps/<name>/members/<setting>_s<seed>/`` as a single run would. Every evaluation of
+all members goes to ``sweep.csv`` there, and what was found to ``report.md``. A sweep
+that was ended goes on when it is started again, and what is finished stays.
+"""
+
+import concurrent.futures
+import dataclasses
+import json
+import math
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from experiments import command_line, report, results, sweep_members, train
+from experiments.sweep_members import Group
+from fps_jax import checks
+from fps_jax.runtime.metrics import read_jsonl
+from fps_jax.runtime.population import FAILURE, Member, Population
+
+PROG = "experiments.sweep"
+DONE, ERROR = "done.json", "error.txt"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Trains an agent with many settings and seeds.
+
+    Attributes:
+      seeds: of every setting: FIRST:END, or a list such as 0,1,2.
+      grid: options and their values, NAME=A,B; every combination is a setting.
+      random: how many settings to draw from the ranges.
+      ranges: NAME=log:LOW:HIGH, NAME=LOW:HIGH or NAME=A,B,C.
+      search_seed: of the draws.
+      name: of the sweep's folder; by default the agent's and the task's.
+      directory: folder of all sweeps.
+      members: of one program, at most.
+      jobs: groups at a time.
+      engine: local, or ray for several machines.
+      address: of Ray's cluster; by default one is started here.
+      cpus: of a task of Ray's.
+      gpus: of a task of Ray's; parts of one may be shared.
+    """
+
+    seeds: str = "0:4"
+    grid: tuple[str, ...] = ()
+    random: int = 0
+    ranges: tuple[str, ...] = ()
+    search_seed: int = 0
+    name: str | None = None
+    directory: str = "sweeps"
+    members: int = 64
+    jobs: int = 1
+    engine: Literal["local", "ray"] = "local"
+    address: str | None = None
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+    def __post_init__(self):
+        """Refuses options that are out of range, or do not go together."""
+        checks.in_range(self, 0, math.inf, "random", "search_seed", "gpus")
+        checks.in_range(self, 1, math.inf, "members", "jobs")
+        checks.in_range(self, 0, math.inf, "cpus", ends="()")
+        checks.one_of(self, ("local", "ray"), "engine")
+        if bool(self.random) != bool(self.ranges):
+            raise ValueError("random needs ranges, and ranges need random.")
+        if self.random and self.grid:
+            raise ValueError("grid and random cannot be had together.")
+        if self.address is not None and self.engine != "ray":
+            raise ValueError(f"address {self.address} needs engine ray.")
+        sweep_members.seeds(self.seeds)
+
+    def settings(self) -> list[sweep_members.Setting]:
+        """What the members' options differ in."""
+        if self.random:
+            return sweep_members.draw(self.ranges, self.random, self.search_seed)
+        return sweep_members.grid(self.grid)
+
+
+def read(argv: Sequence[str]) -> tuple[str, Options, list[str]]:
+    """Reads the command line: the agent's name, then options of the sweep and of runs.
+
+    Args:
+      argv: the words after the program's name.
+
+    Returns:
+      The agent's name, the sweep's options, and the words that are the runs'.
+    """
+    words = list(argv)
+    if not words or words[0].startswith("-"):
+        if {"-h", "--help"} & set(words):
+            command_line.parse(Options, ["--help"], prog=f"{PROG} AGENT")
+        command_line.refuse("the first word must be an agent, such as ppo.", prog=PROG)
+    options, more = command_line.parse(
+        Options, words[1:], prog=f"{PROG} {words[0]}", return_unknown_args=True
+    )
+    for taken in ("--seed", "--directory", "--resume"):
+        if any(word == taken or word.startswith(f"{taken}=") for word in more):
+            command_line.refuse(f"{taken} is the sweep's to say.", prog=PROG)
+    return words[0], options, more
+
+
+def run_group(group: Group, *, is_shown: bool) -> None:
+    """Trains the members of a group; where they stand is in their folders.
+
+    Args:
+      group: the members, with a directory in their configuration.
+      is_shown: whether progress and failures are shown.
+    """
+
+    def tell(member: Member, reason: str) -> None:
+        print(f"{PROG}: member {member.name} stops: {reason}", file=sys.stderr)
+
+    config = dataclasses.replace(group.config, resume=True)
+    if not is_shown:
+        config = dataclasses.replace(config, show_progress=False)
+    population = Population(group.members, config, on_failure=tell)
+    for outcome in population.train():
+        if outcome.failure is None:
+            about = {"env_steps": outcome.history.records[-1]["env_steps"]}
+            (_folder(group, outcome.member) / DONE).write_text(json.dumps(about))
+
+
+def _folder(group: Group, member: Member) -> Path:
+    return Path(group.config.directory or "") / member.name
+
+
+def is_finished(group: Group) -> bool:
+    """Whether every member has come to its end, or has stopped before.
+
+    Args:
+      group: the members.
+    """
+    ends = (DONE, FAILURE)
+    folders = [_folder(group, member) for member in group.members]
+    return all(any((folder / end).exists() for end in ends) for folder in folders)
+
+
+def note_error(group: Group, error: BaseException) -> None:
+    """Leaves the traceback of what ended a group in its members' folders.
+
+    Args:
+      group: the members.
+      error: what ended it.
+    """
+    text = "".join(traceback.format_exception(error))
+    names = ", ".join(member.name for member in group.members)
+    print(f"{PROG}: members {names} were ended by an error:\n{text}", file=sys.stderr)
+    for member in group.members:
+        folder = _folder(group, member)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ERROR).write_text(text, encoding="utf-8")
+
+
+def run_local(groups: Sequence[Group], jobs: int) -> None:
+    """Trains groups on this machine; an error ends its group, not the others.
+
+    Args:
+      groups: those that are not finished.
+      jobs: groups at a time; each has a process of its own if there are several.
+    """
+    if jobs == 1:
+        for group in groups:
+            try:
+                run_group(group, is_shown=True)
+            except Exception as error:
+                note_error(group, error)
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(
+        jobs, mp_context=context, max_tasks_per_child=1
+    ) as pool:
+        runs = {pool.submit(run_group, g, is_shown=False): g for g in groups}
+        for done in concurrent.futures.as_completed(runs):
+            names = ", ".join(member.name for member in runs[done].members)
+            if (error := done.exception()) is not None:
+                note_error(runs[done], error)
+            else:
+                print(f"{PROG}: finished {names}", flush=True)
+
+
+def rows_of(agent: str, groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Every evaluation of every member, from what is in their folders.
+
+    Args:
+      agent: its name.
+      groups: all of them.
+    """
+    varied = dict.fromkeys(n for g in groups for s in g.settings for n in s)
+    rows = []
+    for group in groups:
+        for member, setting in zip(group.members, group.settings):
+            folder = _folder(group, member)
+            path = folder / "metrics.jsonl"
+            about = {
+                "member": member.name,
+                "agent": agent,
+                "env": group.config.env,
+                "seed": member.seed,
+                **{name: setting.get(name, "") for name in varied},
+            }
+            rows += [
+                {
+                    **about,
+                    "env_steps": record["env_steps"],
+                    "return": round(record["eval/return"], 3),
+                    "return_std": round(record["eval/return_std"], 3),
+                    "status": status(folder),
+                }
+                for record in (read_jsonl(path) if path.exists() else ())
+                if "eval/return" in record
+            ]
+    return sorted(rows, key=lambda row: row["member"])
+
+
+def status(folder: Path) -> str:
+    """Where a member stands: done, failed or running.
+
+    Args:
+      folder: the member's.
+    """
+    if (folder / FAILURE).exists() or (folder / ERROR).exists():
+        return "failed"
+    return "done" if (folder / DONE).exists() else "running"
+
+
+def open_folder(agent: str, options: Options, more: Sequence[str], env: str) -> Path:
+    """The folder of a sweep, new or with the same sweep in it.
+
+    Args:
+      agent: its name.
+      options: of the sweep.
+      more: of the runs.
+      env: the task, for a name.
+
+    Raises:
+      ValueError: if another sweep is there.
+    """
+    name = options.name or f"{agent}_{env.replace('/', '_')}"
+    folder, same = Path(options.directory) / name, ("jobs", "engine", "address")
+    kept = dataclasses.asdict(options)
+    kept = {key: kept[key] for key in kept if key not in same}
+    definition = json.dumps({"agent": agent, "sweep": kept, "runs": list(more)})
+    path = folder / "sweep.json"
+    if path.exists() and json.loads(path.read_text()) != json.loads(definition):
+        raise ValueError(
+            f"name {name!r}: {folder} holds a sweep with other options; another --name "
+            f"keeps both."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(definition + "\n")
+    os.replace(temporary, path)
+    return folder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains all members, then writes the CSV and the report.
+
+    Args:
+      argv: the words after the program's name; None reads the process's own.
+
+    Returns:
+      The exit code: 0; 1 if an error ended a group; 130 after Ctrl-C.
+    """
+    agent, options, more = read(sys.argv[1:] if argv is None else argv)
+    try:
+        settings, seeds = options.settings(), sweep_members.seeds(options.seeds)
+    except ValueError as error:
+        command_line.refuse(error, prog=PROG)
+    groups = sweep_members.groups(agent, settings, seeds, more, largest=options.members)
+    try:
+        folder = open_folder(agent, options, more, groups[0].config.env)
+    except ValueError as error:
+        command_line.refuse(error, prog=PROG)
+    home = str(folder / "members")
+    groups = [
+        g._replace(config=dataclasses.replace(g.config, directory=home)) for g in groups
+    ]
+    code = 0
+    try:
+        run(groups, options)
+    except KeyboardInterrupt:
+        code = 130
+        print(f"{PROG}: interrupted; the same command goes on.", file=sys.stderr)
+    rows = rows_of(agent, groups)
+    if rows:
+        results.write_csv(folder / "sweep.csv", rows)
+        print(report.write(folder))
+    has_error = any(
+        (_folder(group, m) / ERROR).exists() for group in groups for m in group.members
+    )
+    return code or int(has_error)
+
+
+def run(groups: Sequence[Group], options: Options) -> None:
+    """Trains the groups that are not finished.
+
+    Args:
+      groups: all of them.
+      options: of the sweep.
+    """
+    waiting = [group for group in groups if not is_finished(group)]
+    for group in waiting:
+        for member in group.members:
+            (_folder(group, member) / ERROR).unlink(missing_ok=True)
+    members = sum(len(group.members) for group in groups)
+    print(
+        f"{PROG}: {members} members in {len(groups)} programs, "
+        f"{len(groups) - len(waiting)} of them finished",
+        flush=True,
+    )
+    if options.engine == "ray":
+        from experiments import sweep_ray
+
+        sweep_ray.run(waiting, options)
+    else:
+        run_local(waiting, options.jobs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

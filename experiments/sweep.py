@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments import command_line, report, results, sweep_members, train
+from experiments import command_line, report, results, sweep_members
 from experiments.sweep_members import Group
 from fps_jax import checks
 from fps_jax.runtime.metrics import read_jsonl

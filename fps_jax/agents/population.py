@@ -104,7 +104,8 @@ def population(agent: Agent, spec: EnvSpec, hyper: Any, *, splits_batch: bool) -
 
     def actor_params(learner: Any, keys: Key[Array, " P"] | None) -> Any:
         if not splits_batch:
-            learner = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), learner)
+            join = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+            learner = jax.tree.map(join, learner)
         if keys is None:
             return jax.vmap(lambda one: agent.actor_params(one, None))(learner)
         return jax.vmap(agent.actor_params)(learner, keys)
@@ -116,8 +117,8 @@ def population(agent: Agent, spec: EnvSpec, hyper: Any, *, splits_batch: bool) -
         *,
         explore: bool,
     ):
-        members = len(keys)
-        mine = observation.reshape(members, -1, *observation.shape[1:])
+        each = observation.shape[0] // len(keys)
+        mine = observation.reshape(len(keys), each, *observation.shape[1:])
         one = functools.partial(agent.act, explore=explore)
         acted = jax.vmap(one)(params, mine, keys)
         join = lambda x: x.reshape(observation.shape[0], *x.shape[2:])
@@ -132,7 +133,8 @@ def population(agent: Agent, spec: EnvSpec, hyper: Any, *, splits_batch: bool) -
     ) -> tuple[AgentState, Metrics]:
         states = state if splits_batch else state.local
         members = len(jax.tree.leaves(states)[0])
-        split = lambda x: x.reshape(x.shape[0], members, -1, *x.shape[2:])
+        each = trajectory.reward.shape[1] // members
+        split = lambda x: x.reshape(x.shape[0], members, each, *x.shape[2:])
         batch = jax.tree.map(split, trajectory)
         inner = axis_name if splits_batch else None
         one = functools.partial(agent.update, axis_name=inner)
@@ -166,10 +168,12 @@ def join_members(
     """
 
     def join(*xs: Any):
-        of_actors = [x.reshape(len(x), members, -1, *x.shape[2:]) for x in xs]
+        each = xs[0].shape[1] // members
+        of_actors = [x.reshape(len(x), members, each, *x.shape[2:]) for x in xs]
         x = np.concatenate(of_actors, axis=2) if len(xs) > 1 else of_actors[0]
         if groups > 1:
-            x = x.reshape(len(x), members, groups, -1, *x.shape[3:]).swapaxes(1, 2)
-        return x.reshape(len(x), -1, *xs[0].shape[2:])
+            part = x.shape[2] // groups
+            x = x.reshape(len(x), members, groups, part, *x.shape[3:]).swapaxes(1, 2)
+        return x.reshape(len(x), members * each * len(xs), *xs[0].shape[2:])
 
     return jax.tree.map(join, *trajectories)

@@ -107,7 +107,9 @@ class Layout:
 
     def _split(self, states: AgentState) -> AgentState:
         """Splits whole members, stacked along P, over the devices."""
-        split = lambda x: x.reshape(self.mesh.size, -1, *x.shape[1:])
+        # Not -1: a leaf may be empty.
+        size = self.mesh.size, self.members // self.mesh.size
+        split = lambda x: x.reshape(*size, *x.shape[1:])
         local = parallel.map_data(split, states)
         return parallel.place_state(AgentState((), local), self.mesh)
 
@@ -128,7 +130,7 @@ def layout_of(members: int, learner_devices: int | None) -> Layout:
 
 def _join_two(x: np.ndarray) -> np.ndarray:
     """Makes one axis of the two that lead."""
-    return x.reshape(-1, *x.shape[2:])
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def _stack(states: Sequence[AgentState]) -> AgentState:

@@ -284,12 +284,22 @@ def test_the_page_says_what_was_run_and_what_varied(tmp_path):
     assert (tmp_path / "final_Pong_v5.png").exists()
 
 
-def test_a_sweep_that_goes_on_is_reported_as_far_as_it_is(tmp_path):
-    read(tmp_path, evaluations("a", [1.0, 2.0], status="running"))
+@pytest.mark.parametrize("status", ["running", "failed"])
+def test_a_sweep_of_which_nothing_is_done_is_reported_as_far_as_it_is(tmp_path, status):
+    rows = evaluations("a", [1.0, 2.0], status=status, clip=0.1)
+    rows += evaluations("b", [1.0], status=status, clip=0.2)
+    read(tmp_path, rows)
     page = report.write(tmp_path).read_text()
     assert "No run is done yet: nothing can be compared." in page
     assert "Final return: not drawn, as no run is done yet." in page
-    assert "curves_CartPole-v1.png" in page
+    assert re.findall(r"\]\((.*)\)", page) == ["curves_CartPole-v1.png"]
+
+
+def test_no_curve_is_drawn_where_nothing_was_evaluated(tmp_path):
+    rows = evaluations("a", [1.0], status="failed")
+    rows[0].update({"env_steps": "", "return": ""})
+    (task,) = read(tmp_path, rows).tasks
+    assert all(draw(task) is None for draw in sweep_figures.DRAWINGS.values())
 
 
 def test_figures_name_their_axes_and_keep_all_words_within(tmp_path):

@@ -68,7 +68,7 @@ READINGS = {
         "A dot is one run at its value of a setting, whatever the other settings were, "
         "so that a difference along the axis may be theirs; crosses at the bottom, "
         "whatever their height, are runs that failed.",
-        "no setting has two values that are numbers",
+        "no run is done yet, or no setting has two values that are numbers",
     ),
 }
 """By the names of `sweep_figures.DRAWINGS`."""

@@ -127,7 +127,7 @@ def draw_final(task: Task) -> Figure | None:
     Args:
       task: of a sweep.
     """
-    if not any(len(setting.final_returns) for setting in task.settings):
+    if task.settings[0].final is None:
         return None
     shown = task.settings[:MOST_ROWS]
     figure, axes = _rows_of(names(task)[:MOST_ROWS])
@@ -204,7 +204,7 @@ def draw_effects(task: Task) -> Figure | None:
     Args:
       task: of a sweep.
     """
-    if not task.numeric:
+    if not task.numeric or task.settings[0].final is None:
         return None
     columns = min(3, len(task.numeric))
     rows = -(-len(task.numeric) // columns)
@@ -292,6 +292,8 @@ def _draw_curve(
     colour, line = style
     common: dict[str, Any] = {"color": colour, "zorder": height}
     for run in setting.that_are("failed"):
+        if not run.returns.size:
+            continue
         steps = run.env_steps / 1e3
         axes.plot(steps, run.returns, ":", linewidth=1, **common)
         axes.plot(steps[-1:], run.returns[-1:], "x", markersize=5, **common)

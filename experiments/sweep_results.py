@@ -138,8 +138,9 @@ class Task:
 
     Attributes:
       env: its name.
-      settings: the best by IQM of the final returns first; those without a run that is
-        done come last, in the CSV's order.
+      settings: the best by IQM of the final returns first; of equals, what failed less,
+        then what has the larger area under the curve. Those without a run that is done
+        come last, in the CSV's order.
     """
 
     env: str
@@ -324,9 +325,12 @@ def read(path: Path) -> Sweep:
     return Sweep(_about(path), [Task(env, tuple(in_order(env))) for env in envs])
 
 
-def _rank(setting: Setting) -> float:
-    """Smaller for what is better."""
-    return math.inf if setting.final is None else -float(setting.final.value)
+def _rank(setting: Setting) -> tuple[float, ...]:
+    """Smaller for what is better, see `Task`."""
+    if setting.final is None or setting.area is None:
+        return (math.inf,)
+    failures = len(setting.that_are("failed"))
+    return -setting.final.value, failures, -setting.area.value
 
 
 def _about(path: Path) -> dict[str, str]:

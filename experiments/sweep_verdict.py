@@ -16,18 +16,18 @@ ENOUGH_RUNS = 6
 ``1 - 2**(1 - n)``. An interval by bootstrap never leaves the range."""
 
 KINDS = {
-    "both": "Told apart from it, as the intervals do not overlap and that of the "
-    "probability of improvement lies above 1/2: {}.",
+    "both": "Told apart from setting 1, as the intervals do not overlap and that of "
+    "the probability of improvement lies above 1/2: {}.",
     "interval": "The intervals do not overlap, but that of the probability of "
     "improvement does not lie above 1/2: {}.",
     "probability": "The probability of improvement's interval lies above 1/2, but the "
     "intervals of the returns overlap: {}.",
-    "few": "Intervals lie apart, but of so few runs they do by chance alone in more "
+    "few": "Intervals lie apart, but those of so few runs do by chance alone in more "
     "than 5 of 100 sweeps, so that nothing is told apart: {}.",
-    "neither": "Not told apart from it, as the intervals overlap and that of the "
-    "probability of improvement does not lie above 1/2: {}.",
-    "single": "Nothing can be said of how these compare with it, as one of the two has "
-    "a single run and so no interval: {}.",
+    "neither": "Not told apart from setting 1, as the intervals overlap and that of "
+    "the probability of improvement does not lie above 1/2: {}.",
+    "single": "Nothing can be said of how these compare with setting 1, as one of the "
+    "two has a single run and so no interval: {}.",
     "undone": "Without a run that is done: {}.",
 }
 """How a setting compares with the first."""
@@ -51,12 +51,23 @@ def verdict(task: Task) -> str:
     if len(task.settings) == 1:
         sentences = [f"One setting, with {runs}: {reached}."]
     else:
-        first = f"Setting 1 ({words(task, best)}) ends highest, with {runs}: {reached}."
+        first = f"Setting 1 ({words(task, best)}) ends highest, with {runs}: {reached}"
+        equal = [
+            number
+            for number, setting in enumerate(task.settings[1:], 2)
+            if setting.final is not None and setting.final.value == best.final.value
+        ]
+        if equal:
+            do = "do" if len(equal) > 1 else "does"
+            first += (
+                f", as {do} {_settings(equal)}; of equals, what failed less and then "
+                "what has the larger area under the curve comes first"
+            )
         kinds = [compare(task, number) for number in range(2, len(task.settings) + 1)]
         of_kind = lambda kind: [n for n, k in enumerate(kinds, 2) if k == kind]
         found = {kind: of_kind(kind) for kind in KINDS if kind in kinds}
         said = [KINDS[kind].format(_settings(found[kind])) for kind in found]
-        sentences = [first, *said]
+        sentences = [f"{first}.", *said]
     lost = [
         n for n, s in enumerate(task.settings, 1) if s.that_are("failed") and s.final
     ]
@@ -167,7 +178,9 @@ def _settings(numbers: Sequence[int]) -> str:
     groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     spans = [[number for _, number in group] for _, group in groups]
     parts = [
-        f"{span[0]} to {span[-1]}" if len(span) > 2 else " and ".join(map(str, span))
+        part
         for span in spans
+        for part in ([f"{span[0]} to {span[-1]}"] if len(span) > 2 else map(str, span))
     ]
-    return f"setting{'s' if len(numbers) > 1 else ''} {', '.join(parts)}"
+    told = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
+    return f"setting{'s' if len(numbers) > 1 else ''} {told}"

@@ -1,4 +1,4 @@
-"""The report of a sweep: numbers are numpy's, figures are legible, none is boasted of."""
+"""The report of a sweep: its numbers are numpy's, its figures legible, no boasts."""
 
 import itertools
 import re
@@ -121,6 +121,23 @@ def test_settings_are_ordered_by_the_iqm_of_their_final_returns(tmp_path):
     assert table[-1][2:] == ["0, 1 running", "", "", ""]
 
 
+def test_of_settings_that_end_alike_what_failed_less_and_learned_sooner_is_first(
+    tmp_path,
+):
+    rows = [
+        *evaluations("a", [1.0, 8.0, 9.0], clip=0.1),
+        *evaluations("b", [1.0], clip=0.1, seed=1, status="failed"),
+        *evaluations("c", [1.0, 2.0, 9.0], clip=0.2),
+        *evaluations("d", [1.0, 3.0, 9.0], clip=0.3),
+        *evaluations("e", [1.0, 3.0, 8.0], clip=0.4),
+    ]
+    (task,) = read(tmp_path, rows).tasks
+    order = [setting.values["clip"] for setting in task.settings]
+    assert order == ["0.3", "0.2", "0.1", "0.4"]
+    assert "Setting 1 (clip=0.3) ends highest" in sweep_verdict.verdict(task)
+    assert "9.000, as do settings 2 and 3; of equals" in sweep_verdict.verdict(task)
+
+
 def test_a_failed_member_is_told_with_its_step_and_left_out_of_the_numbers(tmp_path):
     unevaluated = evaluations("none", [1.0], seed=2, status="failed", clip=0.1)
     unevaluated[0].update({"env_steps": "", "return": ""})
@@ -156,7 +173,7 @@ def test_one_seed_has_no_interval_and_the_page_says_so(tmp_path):
     read(tmp_path, grid({0.1: [10.0], 0.2: [20.0], 0.3: [15.0]}))
     page = report.write(tmp_path).read_text()
     assert "1 run, which has no interval: 20.0." in page
-    assert "Nothing can be said of how these compare with it" in page
+    assert "Nothing can be said of how these compare with setting 1" in page
     assert "settings 2 and 3." in page
     assert "Told apart" not in page
     assert "Performance profiles: not drawn" in page
@@ -207,12 +224,13 @@ def test_a_profile_is_the_share_of_runs_above_each_threshold():
 
 
 def test_intervals_are_the_same_each_time_and_leave_numpys_generator_alone():
-    runs = np.array([1.0, 5.0, 6.0, 9.0])
+    runs = np.sqrt(np.arange(17.0))
     np.random.seed(3)  # noqa: NPY002
     expected = np.random.random(2)  # noqa: NPY002
     np.random.seed(3)  # noqa: NPY002
-    assert sweep_results.estimate(runs) == sweep_results.estimate(runs)
+    first = sweep_results.estimate(runs)
     np.testing.assert_array_equal(np.random.random(2), expected)  # noqa: NPY002
+    assert sweep_results.estimate(runs) == first
 
 
 @pytest.mark.parametrize(
@@ -266,12 +284,22 @@ def test_the_page_says_what_was_run_and_what_varied(tmp_path):
     assert (tmp_path / "final_Pong_v5.png").exists()
 
 
-def test_a_sweep_that_goes_on_is_reported_as_far_as_it_is(tmp_path):
-    read(tmp_path, evaluations("a", [1.0, 2.0], status="running"))
+@pytest.mark.parametrize("status", ["running", "failed"])
+def test_a_sweep_of_which_nothing_is_done_is_reported_as_far_as_it_is(tmp_path, status):
+    rows = evaluations("a", [1.0, 2.0], status=status, clip=0.1)
+    rows += evaluations("b", [1.0], status=status, clip=0.2)
+    read(tmp_path, rows)
     page = report.write(tmp_path).read_text()
     assert "No run is done yet: nothing can be compared." in page
     assert "Final return: not drawn, as no run is done yet." in page
-    assert "curves_CartPole-v1.png" in page
+    assert re.findall(r"\]\((.*)\)", page) == ["curves_CartPole-v1.png"]
+
+
+def test_no_curve_is_drawn_where_nothing_was_evaluated(tmp_path):
+    rows = evaluations("a", [1.0], status="failed")
+    rows[0].update({"env_steps": "", "return": ""})
+    (task,) = read(tmp_path, rows).tasks
+    assert all(draw(task) is None for draw in sweep_figures.DRAWINGS.values())
 
 
 def test_figures_name_their_axes_and_keep_all_words_within(tmp_path):
@@ -324,6 +352,33 @@ def test_the_effect_of_a_number_is_drawn_by_run_and_by_value(tmp_path):
     assert sorted(runs.get_ydata()) == [1, 2, 3, 4, 5, 6, 7, 9]
     np.testing.assert_array_equal(of_values.get_xydata(), [[1e-4, 2.5], [3e-3, 5.5]])
     assert panels[2].get_xlabel().endswith("(runs that have none, not shown: 4)")
+
+
+def test_values_at_which_runs_failed_are_crossed(tmp_path):
+    rows = grid({0.1: [1.0, 2.0], 0.2: [3.0, 4.0]})
+    rows += evaluations("f", [1.0], learning_rate=0.3, status="failed")
+    (task,) = read(tmp_path, rows).tasks
+    lines = {
+        line.get_label(): line
+        for line in sweep_figures.draw_effects(task).axes[0].lines
+    }
+    crosses = lines[sweep_figures.FAILED]
+    np.testing.assert_array_equal(crosses.get_xdata(), [0.3])
+    assert crosses.get_marker() == "x"
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("0.000123456", "0.000123"),
+        ("1e-4", "0.0001"),
+        ("4096", "4096"),
+        ("", "none"),
+        ("tanh", "tanh"),
+    ],
+)
+def test_a_value_is_told_shortly(value, told):
+    assert sweep_figures.short(value) == told
 
 
 GOOD = "member,agent,env,seed,env_steps,return,return_std,status\n"

@@ -73,7 +73,7 @@ def test_a_notebook_runs_from_a_fresh_kernel(path):
     # Nothing is said to stderr, such as that a widget for the progress bar is missing.
     assert not [o.text for o in found if o.get("name") == "stderr"]
     if "fps_jax.train(" in str(code_of(notebook)):
-        assert "steps/s" in str(notebook.metadata.widgets)
+        assert "steps/s" in str(notebook.metadata.get("widgets"))
 
 
 @each

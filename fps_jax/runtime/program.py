@@ -52,22 +52,40 @@ def build(
       ValueError: if the devices can't share the environments, or the agent refuses the
         environment or the batch that the run would give it.
     """
-    num_envs, devices = config.num_actors * config.num_envs, mesh.local_mesh.size
+    agent = make_agent(agent_config, spec, config, devices=mesh.local_mesh.size)
+    program = compile_agent(agent, mesh, mapping=config.mapping)
+    num_envs = config.num_actors * config.num_envs
+    check(program, agent, spec, rollout_steps=config.rollout_steps, num_envs=num_envs)
+    return program
+
+
+def make_agent(
+    agent_config: AgentConfig, spec: EnvSpec, config: TrainConfig, *, devices: int
+) -> Agent:
+    """Makes the agent that each of a host's learner devices runs.
+
+    Args:
+      agent_config: the agent's options.
+      spec: the environment.
+      config: the run's options.
+      devices: of a host, that learn.
+
+    Raises:
+      ValueError: if the devices can't share the environments, or the agent refuses the
+        environment or its options.
+    """
+    num_envs = config.num_actors * config.num_envs
     if num_envs % devices:
         raise ValueError(
             f"num_actors {config.num_actors} x num_envs {config.num_envs} is not a "
             f"multiple of the {devices} learner_devices of a host."
         )
-    rollout_steps = config.rollout_steps
-    agent = agent_config.make(
+    return agent_config.make(
         spec,
         total_env_steps=config.total_env_steps,
         num_envs=num_envs // devices,
-        rollout_steps=rollout_steps,
+        rollout_steps=config.rollout_steps,
     )
-    program = compile_agent(agent, mesh, mapping=config.mapping)
-    check(program, agent, spec, rollout_steps=rollout_steps, num_envs=num_envs)
-    return program
 
 
 def compile_agent(agent: Agent, mesh: Mesh, *, mapping: parallel.Backend) -> Program:

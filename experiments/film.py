@@ -23,8 +23,8 @@ Show = Callable[[np.ndarray], Any]
 _MARGIN = 3
 _GAP = 2
 _SMALLEST_FONT = 9
-# Room for at least so many characters, so that the font stays as returns grow.
-_LINE = 33
+# There is always room for this, so that the font stays as returns grow.
+_LONGEST = "return -12,345.6, step 1,000, end"
 
 
 def tile(
@@ -43,7 +43,7 @@ def tile(
     """
     filter_ = Image.Resampling.LANCZOS
     image = ImageOps.pad(Image.fromarray(picture), (width, height), filter_)
-    font = _font(width, height, max(_LINE, *map(len, lines)))
+    font = _fitting_font(width, height, lines)
     line_height = sum(font.getmetrics())
     sheet = Image.new("RGB", (width, height + len(lines) * line_height + _MARGIN))
     for i, line in enumerate(lines):
@@ -52,13 +52,17 @@ def tile(
     return np.asarray(sheet)
 
 
-@functools.lru_cache
-def _font(width: int, height: int, characters: int) -> Any:
-    """The largest font in which a line of so many characters is sure to fit."""
-    size = max(_SMALLEST_FONT, height // 14)
-    too_long = lambda font: font.getlength("0" * characters) > width - 2 * _MARGIN
-    while size > _SMALLEST_FONT and too_long(ImageFont.load_default(size)):
+def _fitting_font(width: int, height: int, lines: Sequence[str]) -> Any:
+    """The largest font in which all lines fit."""
+    size = max(_SMALLEST_FONT, height // 12)
+    is_wide = lambda line: _font(size).getlength(line) > width - 2 * _MARGIN
+    while size > _SMALLEST_FONT and any(map(is_wide, (*lines, _LONGEST))):
         size -= 1
+    return _font(size)
+
+
+@functools.cache
+def _font(size: int) -> Any:
     return ImageFont.load_default(size)
 
 

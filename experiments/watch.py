@@ -229,7 +229,7 @@ class Camera:
         which = np.flatnonzero(changed).tolist()
         for i, picture in zip(which, self._env.render(which) if which else ()):
             end = "" if self.is_running[i] else ", end"
-            state = f"return {self._returns[i]:,.1f}  step {self._steps:,}{end}"
+            state = f"return {self._returns[i]:z,.1f}, step {self._steps:,}{end}"
             self._tiles[i] = film.tile(picture, (self._title, state), **self._size)
 
 
@@ -267,7 +267,7 @@ def shoot(
     every = math.ceil(rate / options.fps)
     env.reset()
     drawn = env.render([0])[0]
-    title = f"{env.spec.env_id}, {policy.env_steps:,} steps"
+    title = f"{env.spec.env_id}, {policy.env_steps:,} steps trained"
     width = round(options.height * drawn.shape[1] / drawn.shape[0])
     size = {"width": options.width or width, "height": options.height}
     sheet = film.grid([film.tile(drawn, (title, ""), **size)] * options.envs)

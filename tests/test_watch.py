@@ -146,10 +146,10 @@ def test_tiles_make_a_grid_of_even_size(count, shape):
 
 def test_the_text_hides_nothing_fits_and_keeps_its_size_as_the_return_grows():
     picture = np.full((50, 100, 3), 255, np.uint8)
-    long = "return -12,345.6  step 1,000, end"
+    long = "return -12,345.6, step 1,000, end"
     short, wide = (
         film.tile(picture, ("Task", text), width=200, height=100)
-        for text in ("return 0.0  step 0", long)
+        for text in ("return 0.0, step 0", long)
     )
     assert short.shape == wide.shape
     band = short.shape[0] - 100

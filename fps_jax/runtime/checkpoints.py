@@ -138,13 +138,16 @@ class Checkpoints:
         self._retain()
         return path
 
-    def restore(self, step: int, target: PyTree) -> tuple[PyTree, dict[str, Any]]:
+    def restore(
+        self, step: int, target: PyTree, *, is_part: bool = False
+    ) -> tuple[PyTree, dict[str, Any]]:
         """Reads a checkpoint, after checking every byte of it.
 
         Args:
           step: which one.
           target: a state of the same structure, of arrays or `jax.ShapeDtypeStruct`;
             only its types count.
+          is_part: whether `target` may lack leaves; those are left on disk.
 
         Returns:
           ``(state, meta)``: numpy arrays in the structure of `target`, typed keys as
@@ -157,6 +160,8 @@ class Checkpoints:
         """
         path, manifest = self.path(step), self._verified(step)
         saved, wanted = manifest["leaves"], named_leaves(target)
+        if is_part:
+            saved = {name: saved[name] for name in wanted if name in saved}
         difference = first_difference(
             saved, {name: leaf_type(leaf) for name, leaf in wanted.items()}
         )

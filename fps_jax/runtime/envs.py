@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import envpool
 import numpy as np
-from jaxtyping import Bool, Float32, Shaped
+from jaxtyping import Bool, Float32, Shaped, UInt8
 
+from fps_jax.runtime import rendering
 from fps_jax.runtime.tasks import read_task
 from fps_jax.types import Continuous, Discrete, EnvSpec
 
@@ -93,6 +94,25 @@ class RestorableEnv(VectorEnv, Protocol):
 
     def set_state(self, state: Any) -> Shaped[np.ndarray, " E *observation"]:
         """Continues from a state that `get_state` gave; returns its observations."""
+        ...
+
+
+@runtime_checkable
+class RenderableEnv(VectorEnv, Protocol):
+    """Environments that can be drawn.
+
+    EnvPool's can if `make_env` was given the `env_options` of `rendering.drawing`.
+    """
+
+    def render(self, envs: Sequence[int]) -> UInt8[np.ndarray, "N H W 3"]:
+        """Draws some of the environments as they are now.
+
+        Args:
+          envs: which, N of them; at least one.
+
+        Raises:
+          RenderError: if the task, or this machine, cannot draw them.
+        """
         ...
 
 
@@ -227,6 +247,10 @@ class EnvPoolEnv:
             is_reset=is_reset,
         )
 
+    def render(self, envs: Sequence[int]) -> UInt8[np.ndarray, "N H W 3"]:
+        """Draws some of the environments; see `RenderableEnv`."""
+        return rendering.draw(self._pool, self.spec.env_id, envs)
+
     def close(self) -> None:
         """Drops the pool: EnvPool ends its threads when the last reference goes."""
         self._pool = None
@@ -273,6 +297,8 @@ def make_env(
         seed=list(seeds),  # One int would seed environment i with seed + i.
         **task.options,
     )
+    if {"from_pixels", "render_mode"} & task.options.keys():
+        rendering.share_egl()
     with warnings.catch_warnings():
         # EnvPool builds this space on first use, a float32 box from float64 bounds.
         warnings.filterwarnings("ignore", message=".*precision lowered by casting")

@@ -106,11 +106,13 @@ def write_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def read_arrays(folder: Path, saved: dict[str, LeafType]) -> dict[str, np.ndarray]:
-    """Reads what `write_arrays` wrote, as numpy arrays."""
+    """Reads the arrays of some names, or of all, that `write_arrays` wrote."""
     arrays = {}
-    if folder.exists():
+    names = {name: 0 for name, leaf in saved.items() if 0 not in leaf["shape"]}
+    if names:
+        some = ocp.args.PyTreeRestore(names, partial_restore=True)
         with _checkpointer() as checkpointer:
-            arrays = checkpointer.restore(folder, args=ocp.args.PyTreeRestore())
+            arrays = checkpointer.restore(folder, args=some)
     empty = {
         name: np.zeros(leaf["shape"], jnp.dtype(leaf["dtype"]))
         for name, leaf in saved.items()

@@ -10,7 +10,10 @@ import numpy as np
 from fps_jax.types import Continuous, Discrete, EnvSpec
 
 # Options of `envpool.make` that stand in no task's config.
-_PIXEL_OPTIONS = {"from_pixels", "render_width", "render_height", "render_camera_id"}
+_PIXEL_OPTIONS = {
+    *("from_pixels", "render_mode", "render_width", "render_height"),
+    "render_camera_id",
+}
 # Config fields that `make_env` sets, or that would break its contract.
 _RESERVED_OPTIONS = {
     *("num_envs", "batch_size", "num_threads", "max_num_players", "max_episode_steps"),

@@ -5,6 +5,7 @@ from fps_jax.agents.dqn import DQNConfig
 from fps_jax.agents.ppo import PPOConfig
 from fps_jax.runtime.journal import History
 from fps_jax.runtime.options import TrainConfig
+from fps_jax.runtime.population import Member, train_population
 from fps_jax.runtime.training import train
 from fps_jax.types import (
     Agent,
@@ -26,10 +27,12 @@ __all__ = [
     "Discrete",
     "EnvSpec",
     "History",
+    "Member",
     "PPOConfig",
     "Step",
     "TrainConfig",
     "Trajectory",
     "Transition",
     "train",
+    "train_population",
 ]

@@ -14,7 +14,8 @@ from fps_jax.agents import population as stacked
 from fps_jax.agents.dfps import DFPSConfig
 from fps_jax.agents.dqn import DQNConfig
 from fps_jax.agents.ppo import PPOConfig
-from fps_jax.runtime import envs
+from fps_jax.runtime import envs, parallel
+from fps_jax.runtime.layout import Stacked, Turns
 from fps_jax.runtime.metrics import read_jsonl
 from fps_jax.runtime.options import TrainConfig
 from fps_jax.runtime.population import FAILURE, Member, Population, train_population
@@ -22,6 +23,7 @@ from fps_jax.runtime.training import train
 from fps_jax.types import Trajectory
 
 PPO = PPOConfig(num_epochs=2, minibatch_size=32, hidden_sizes=(8,))
+TINY = TinyConfig()
 RUN = TrainConfig(
     env="CartPole-v1",
     total_env_steps=512,
@@ -38,7 +40,7 @@ RUN = TrainConfig(
 )
 
 
-def members(*rates, agent=PPO, first_seed=3):
+def members(*rates, agent=TINY, first_seed=3):
     return [
         Member(f"m{i}", dataclasses.replace(agent, learning_rate=rate), first_seed + i)
         for i, rate in enumerate(rates)
@@ -49,7 +51,7 @@ def columns(history, *names):
     return {name: history.column(name)[1] for name in names}
 
 
-LEARNED = "learn/loss", "learn/entropy", "train/return"
+LEARNED = "learn/loss", "train/return"
 
 
 @functools.cache
@@ -69,15 +71,35 @@ def assert_same_start(history, alone, updates=3):
 
 
 def test_a_member_starts_as_a_run_of_its_own_does():
-    of = members(1e-3, 1e-2, 3e-3)
+    of = members(0.1, 1.0, 0.3)
     for member, outcome in zip(of, train_population(of, RUN)):
         assert (outcome.member, outcome.failure) == (member, None)
         assert_same_start(outcome.history, single_run(member))
 
 
+def test_members_of_ppo_start_as_runs_of_their_own_do():
+    of = members(1e-3, 1e-2, agent=PPO)
+    outcomes = train_population(of, RUN)
+    assert_same_start(outcomes[1].history, single_run(of[1]))
+    losses = [columns(o.history, "learn/loss")["learn/loss"] for o in outcomes]
+    assert not np.allclose(*losses)
+
+
+def test_members_that_take_turns_are_runs_of_their_own_to_the_last_bit():
+    # An agent with a replay is compiled once, as in a single run.
+    config, env = AGENTS["dqn"]
+    run = dataclasses.replace(RUN, env=env, eval_episodes=0, total_env_steps=256)
+    of = members(1e-3, 1e-2, agent=config)
+    outcomes = train_population(of, run)
+    alone = train(of[1].agent, dataclasses.replace(run, seed=of[1].seed))
+    for name in ("learn/loss", "train/return", "env_steps"):
+        values = columns(alone, name)[name]
+        np.testing.assert_array_equal(columns(outcomes[1].history, name)[name], values)
+
+
 def test_a_member_that_learns_nothing_sees_all_that_a_run_of_its_own_sees():
     # With a step size of 0 the policy stays, so that no rounding grows.
-    member = Member("still", dataclasses.replace(PPO, learning_rate=0.0), 5)
+    member = Member("still", dataclasses.replace(TINY, learning_rate=0.0), 5)
     outcome, *_ = train_population([member, member._replace(name="b", seed=6)], RUN)
     alone = columns(single_run(member), "train/return", "learn/lag", "eval/return")
     together = columns(outcome.history, *alone)
@@ -92,7 +114,7 @@ def test_a_member_that_learns_nothing_sees_all_that_a_run_of_its_own_sees():
 
 def test_two_actors_share_the_members_as_they_share_a_run():
     config = dataclasses.replace(RUN, num_actors=2, num_envs=2, total_env_steps=256)
-    of = members(1e-3, 1e-2)
+    of = members(0.1, 1.0)
     for member, outcome in zip(of, train_population(of, config)):
         alone = train(member.agent, dataclasses.replace(config, seed=member.seed))
         assert_same_start(outcome.history, alone)
@@ -102,8 +124,8 @@ def test_members_differ_in_distribution_no_more_than_seeds_do():
     # After many updates rounding has grown; 12 members and 12 runs of other seeds are
     # drawn from one distribution: a rank sum of theirs is within 4 deviations.
     still = dataclasses.replace(RUN, eval_episodes=0, total_env_steps=1024)
-    together = train_population(members(*[1e-2] * 12, first_seed=100), still)
-    apart = train_population(members(*[1e-2] * 12, first_seed=300), still)
+    together = train_population(members(*[0.3] * 12, first_seed=100), still)
+    apart = train_population(members(*[0.3] * 12, first_seed=300), still)
     last = lambda outs: [np.mean(o.history.column("train/return")[1]) for o in outs]
     x, y = last(together), last(apart)
     ranks = np.argsort(np.argsort(np.array(x + y))) + 1
@@ -153,7 +175,7 @@ def other_values(name, value):
     """A number that is neither as it was nor 0, and that the option allows."""
     if value is None or value == 0:
         return None
-    return value * 0.9375
+    return value - 1 if isinstance(value, int) else value * 0.9375
 
 
 @pytest.mark.parametrize("name", AGENTS)
@@ -162,10 +184,10 @@ def test_a_number_that_members_may_vary_is_no_part_of_the_program(name):
     spec = envs.env_spec(env)
 
     def programs(config):
-        agent = config.make(spec, total_env_steps=100, num_envs=2, rollout_steps=8)
+        agent = config.make(spec, total_env_steps=100, num_envs=4, rollout_steps=8)
         key = jax.random.key(0)
         state = jax.jit(agent.init)(key)
-        segment = rows(agent, spec, state, 8, 2)
+        segment = rows(agent, spec, state, 8, 4)
         update = str(jax.make_jaxpr(agent.update)(state, segment))
         params = lambda learner: agent.actor_params(learner, key)
         return state, update, str(jax.make_jaxpr(params)(state.learner))
@@ -207,7 +229,7 @@ def test_a_number_that_members_may_vary_is_no_part_of_the_program(name):
     ],
 )
 def test_members_that_need_different_programs_are_refused(option, value):
-    of = members(1e-3, 1e-3)
+    of = members(1e-3, 1e-3, agent=PPO)
     other = dataclasses.replace(PPO, learning_rate=1e-3, **{option: value})
     with pytest.raises(ValueError, match=f"differ in .*{option}"):
         Population([of[0], of[1]._replace(agent=other)], RUN)
@@ -239,9 +261,9 @@ def folder_config(directory, **more):
 
 
 def test_a_member_that_is_not_finite_stops_and_the_others_do_not_notice(tmp_path):
-    good = members(1e-3, 1e-2)
+    good = members(0.1, 1.0)
     # A step so large that the parameters overflow.
-    bad = Member("bad", dataclasses.replace(PPO, learning_rate=1e38), 9)
+    bad = Member("bad", dataclasses.replace(TINY, learning_rate=1e38), 9)
     told = []
     population = Population(
         [good[0], bad, good[1]],
@@ -295,7 +317,7 @@ def test_an_environment_that_is_not_finite_is_its_members_alone(on_nonfinite):
         return BrokenEnv(env, which=5, at=20) if num_envs == 8 else env
 
     config = dataclasses.replace(RUN, on_nonfinite=on_nonfinite, eval_episodes=1)
-    first, second = train_population(members(1e-3, 1e-2), config, make_env=make_env)
+    first, second = train_population(members(0.1, 1.0), config, make_env=make_env)
     assert first.failure is None  # Environment 5 of 8 is the second member's.
     assert first.history.records[-1]["nonfinite_rows"] == 0
     if on_nonfinite == "stop":
@@ -308,7 +330,7 @@ def test_an_environment_that_is_not_finite_is_its_members_alone(on_nonfinite):
 
 
 def test_a_population_without_a_living_member_ends():
-    config = dataclasses.replace(PPO, learning_rate=1e38)
+    config = dataclasses.replace(TINY, learning_rate=1e38)
     of = [Member(f"bad{i}", config, i) for i in range(2)]
     outcomes = train_population(of, dataclasses.replace(RUN, total_env_steps=10**6))
     assert all(outcome.failure for outcome in outcomes)
@@ -318,7 +340,7 @@ def test_a_population_without_a_living_member_ends():
 
 
 def test_members_live_in_folders_that_single_runs_can_go_on_with(tmp_path):
-    of = members(1e-3, 1e-2)
+    of = members(0.1, 1.0)
     outcomes = train_population(of, folder_config(tmp_path))
     for member, outcome in zip(of, outcomes):
         folder = tmp_path / member.name
@@ -331,7 +353,7 @@ def test_members_live_in_folders_that_single_runs_can_go_on_with(tmp_path):
             r["env_steps"] for r in outcome.history.records
         ]
     # The single run's own place for such a folder.
-    place = tmp_path / "single" / "CartPole-v1" / "ppo"
+    place = tmp_path / "single" / "CartPole-v1" / "tiny"
     place.mkdir(parents=True)
     (tmp_path / "m1").rename(place / "20260101-000000_s4")
     config = folder_config(
@@ -345,7 +367,7 @@ def test_members_live_in_folders_that_single_runs_can_go_on_with(tmp_path):
 
 
 def test_a_population_goes_on_at_the_last_update_that_all_have_saved(tmp_path):
-    of = members(1e-3, 1e-2)
+    of = members(0.1, 1.0)
     config = folder_config(tmp_path, eval_episodes=0)
     whole = train_population(of, config)
     # As a crash between the two members' last checkpoints leaves it.
@@ -366,8 +388,8 @@ def test_a_population_goes_on_at_the_last_update_that_all_have_saved(tmp_path):
 
 
 def test_a_resumed_population_leaves_a_failed_member_as_it_was(tmp_path):
-    bad = Member("bad", dataclasses.replace(PPO, learning_rate=1e38), 9)
-    of = [*members(1e-3), bad]
+    bad = Member("bad", dataclasses.replace(TINY, learning_rate=1e38), 9)
+    of = [*members(0.1), bad]
     half = folder_config(tmp_path, total_env_steps=256, eval_episodes=0)
     _, failed = train_population(of, half)
     config = folder_config(tmp_path, resume=True, eval_episodes=0)
@@ -380,14 +402,14 @@ def test_a_resumed_population_leaves_a_failed_member_as_it_was(tmp_path):
 
 
 def test_a_population_does_not_write_over_another(tmp_path):
-    of = members(1e-3)
+    of = members(0.1)
     train_population(of, folder_config(tmp_path))
     with pytest.raises(ValueError, match="is there; resume goes on"):
         Population(of, folder_config(tmp_path))
 
 
 def test_a_start_that_saved_nothing_is_begun_anew(tmp_path):
-    of = members(1e-3, 1e-2)
+    of = members(0.1, 1.0)
     whole = train_population(of, folder_config(tmp_path / "a"))
     train_population(of, folder_config(tmp_path / "b"))
     for path in (tmp_path / "b").glob("*/checkpoints"):
@@ -405,17 +427,33 @@ def test_a_start_that_saved_nothing_is_begun_anew(tmp_path):
 # ------------------------------------------------------------------ several devices
 
 
-def tiny(rate, seed):
-    return Member(f"t{seed}", TinyConfig(learning_rate=rate), seed)
-
-
-@pytest.mark.parametrize("count", [4, 3])
-def test_devices_change_nothing_whether_they_split_members_or_batches(count):
-    config = dataclasses.replace(RUN, eval_episodes=0, num_envs=4)
-    of = [tiny(0.1 * (i + 1), i) for i in range(count)]
-    one = train_population(of, dataclasses.replace(config, learner_devices=1))
+@pytest.mark.parametrize(("count", "layout"), [(4, Stacked), (3, Turns)])
+def test_devices_change_nothing_whether_they_split_members_or_batches(count, layout):
+    config = dataclasses.replace(RUN, eval_episodes=0, total_env_steps=256)
+    of = members(*np.linspace(0.1, 0.4, count).tolist())
+    one = train_population(of, config)
     two = Population(of, dataclasses.replace(config, learner_devices=2))
-    assert two._layout.splits_batch == (count % 2 == 1)
+    assert isinstance(two._layout, layout)
     for outcome, alone in zip(two.train(), one):
         params = lambda o: o.history.state.learner.params
         np.testing.assert_allclose(params(outcome), params(alone), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [Stacked, Turns])
+def test_a_layout_gives_members_back_as_it_was_given_them(layout):
+    spec = envs.env_spec("CartPole-v1")
+    mesh = parallel.learner_mesh(jax.devices()[:2])
+    of = layout(4, mesh)
+    agent = TINY.make(spec)
+    rates = np.linspace(0.1, 0.4, 4, dtype=np.float32)
+    of.build(agent, spec, TINY.hyper(0)._replace(learning_rate=rates), mapping="pmap")
+    keys = lambda: jnp.stack([jax.random.key(i) for i in range(4)])
+    states = of.of_members(of.init(keys()))
+    for i, state in enumerate(states):
+        alone = agent.init(jax.random.key(i)).learner
+        np.testing.assert_array_equal(state.learner.params, alone.params)
+        assert state.learner.hyper.learning_rate == rates[i]
+    again = of.of_members(of.place(states[::-1]))[::-1]
+    for state, other in zip(states, again):
+        np.testing.assert_array_equal(state.learner.params, other.learner.params)
+        assert state.learner.key == other.learner.key

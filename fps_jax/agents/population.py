@@ -2,8 +2,7 @@
 
 The members share one program. Their states are stacked along a leading axis, over which
 `vmap` maps the four functions, and their environments stand one member after another
-on the axis of environments: ``[P * E, ...]``. Devices split the members, each with all
-of its batch; or, for few large members, they split every member's batch.
+on the axis of environments: ``[P * E, ...]``. Devices split the members.
 """
 
 import dataclasses
@@ -76,39 +75,37 @@ def stack_hyper(configs: Sequence[AgentConfig], total_env_steps: int) -> Any:
     return jax.tree.map(lambda *xs: np.stack(xs), *hypers)
 
 
-def population(agent: Agent, spec: EnvSpec, hyper: Any, *, splits_batch: bool) -> Agent:
-    """Makes one agent of P members.
+def population(agent: Agent, spec: EnvSpec, hyper: Any) -> Agent:
+    """Makes one agent of P members; each device holds some of them, whole.
 
-    Where devices split the members, all of the state is `AgentState.local` and
-    ``init`` gives that of every device at once; the metrics are gathered, so that they
-    are ``[P]`` on each device. Where they split the batch, the state is as the
-    member's own, with P in front of each leaf. Beside the metrics of the members stand
-    their ``env_steps``.
+    All of the state is `AgentState.local`; the metrics are gathered, so that they are
+    ``[P]`` on each device. Beside those of the members stand their ``env_steps``.
 
     Args:
       agent: a member, whichever.
       spec: the environment.
       hyper: the members' numeric hyper-parameters, each leaf ``[P]``.
-      splits_batch: whether devices split each member's batch, not the members.
 
     Returns:
-      An agent whose ``init`` and ``act`` take ``[P]`` keys, and whose ``actor_params``
-      takes all members' learners, ``[D, P / D, ...]`` where devices split them.
+      An agent whose ``init`` takes ``[P]`` keys and gives the state of all devices at
+      once, and whose ``act`` takes ``[P]`` keys too; ``actor_params`` takes all
+      members' learners, as ``[D, P / D, ...]`` or one by one.
     """
 
     def init(keys: Key[Array, " P"]) -> AgentState:
         states = jax.vmap(agent.init)(keys)
         learner = states.learner._replace(hyper=jax.tree.map(jnp.asarray, hyper))
-        states = AgentState(learner, states.local)
-        return states if splits_batch else AgentState((), states)
+        return AgentState((), AgentState(learner, states.local))
 
-    def actor_params(learner: Any, keys: Key[Array, " P"] | None) -> Any:
-        if not splits_batch:
+    def actor_params(learners: Any, keys: Key[Array, " P"] | None) -> Any:
+        if type(learners) is tuple:
+            learners = jax.tree.map(lambda *xs: jnp.stack(xs), *learners)
+        else:
             join = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-            learner = jax.tree.map(join, learner)
+            learners = jax.tree.map(join, learners)
         if keys is None:
-            return jax.vmap(lambda one: agent.actor_params(one, None))(learner)
-        return jax.vmap(agent.actor_params)(learner, keys)
+            return jax.vmap(lambda one: agent.actor_params(one, None))(learners)
+        return jax.vmap(agent.actor_params)(learners, keys)
 
     def act(
         params: Any,
@@ -131,18 +128,12 @@ def population(agent: Agent, spec: EnvSpec, hyper: Any, *, splits_batch: bool) -
     def update(
         state: AgentState, trajectory: Trajectory, *, axis_name: str | None = None
     ) -> tuple[AgentState, Metrics]:
-        states = state if splits_batch else state.local
-        members = len(jax.tree.leaves(states)[0])
+        members = len(jax.tree.leaves(state.local)[0])
         each = trajectory.reward.shape[1] // members
         split = lambda x: x.reshape(x.shape[0], members, each, *x.shape[2:])
         batch = jax.tree.map(split, trajectory)
-        inner = axis_name if splits_batch else None
-        one = functools.partial(agent.update, axis_name=inner)
-        states, metrics = jax.vmap(one, in_axes=(0, 1))(states, batch)
+        states, metrics = jax.vmap(agent.update, in_axes=(0, 1))(state.local, batch)
         steps = jnp.sum(batch.is_valid, axis=(0, 2), dtype=jnp.int32)
-        if splits_batch:
-            steps = jax.lax.psum(steps, axis_name) if axis_name else steps
-            return states, metrics | {"env_steps": steps}
         metrics = metrics | {"env_steps": steps}
         if axis_name is not None:
             gather = functools.partial(jax.lax.all_gather, tiled=True)
@@ -152,28 +143,16 @@ def population(agent: Agent, spec: EnvSpec, hyper: Any, *, splits_batch: bool) -
     return Agent(init, actor_params, act, update)
 
 
-def join_members(
-    trajectories: Sequence[Trajectory], members: int, *, groups: int
-) -> Trajectory:
-    """Joins the actors' environments, one member after another.
+def split_members(trajectory: Trajectory, members: int) -> list[Trajectory]:
+    """Takes the members' rows apart.
 
     Args:
-      trajectories: host arrays ``[T, P * E, ...]``, one an actor, in the actors' order.
+      trajectory: host arrays of one actor, ``[T, P * E, ...]``.
       members: P.
-      groups: parts of each member's environments that are kept together, as devices
-        that split the batch take them: each then holds one part of every member.
 
     Returns:
-      ``[T, groups * P * (A E / groups), ...]`` for A actors.
+      Of each member ``[T, E, ...]``.
     """
-
-    def join(*xs: Any):
-        each = xs[0].shape[1] // members
-        of_actors = [x.reshape(len(x), members, each, *x.shape[2:]) for x in xs]
-        x = np.concatenate(of_actors, axis=2) if len(xs) > 1 else of_actors[0]
-        if groups > 1:
-            part = x.shape[2] // groups
-            x = x.reshape(len(x), members, groups, part, *x.shape[3:]).swapaxes(1, 2)
-        return x.reshape(len(x), members * each * len(xs), *xs[0].shape[2:])
-
-    return jax.tree.map(join, *trajectories)
+    each = trajectory.reward.shape[1] // members
+    mine = lambda p: lambda x: x[:, p * each : (p + 1) * each]
+    return [jax.tree.map(mine(p), trajectory) for p in range(members)]

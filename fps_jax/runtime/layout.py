@@ -1,11 +1,14 @@
-"""Where the members of a population lie: on which devices, and along which axis.
+"""Where the members of a population lie: stacked in one program, or taking turns.
 
-Devices split the members if they can: all of the state is then `AgentState.local`,
-``[D, P / D, ...]``. If not they split every member's batch: the learners are ``[P,
-...]`` on each device, and what a device owns is ``[D, P, ...]``.
+Stacked, `vmap` runs all members at once and devices split them: the state is
+`AgentState.local`, ``[D, P / D, ...]``. In turns, the compiled update of a single run
+is called for one member after another, whose batch the devices split. That is for
+agents that own a replay, as mapping the loops that draw from it takes minutes to
+compile and copies it, and for numbers of members that the devices do not divide. Acting
+is stacked either way.
 """
 
-import dataclasses
+import abc
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,95 +17,133 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fps_jax.agents.population import join_members
+from fps_jax.agents import population as stacked
 from fps_jax.runtime import parallel
-from fps_jax.types import Agent, AgentState, Trajectory
+from fps_jax.runtime.program import Program, compile_agent
+from fps_jax.types import Agent, AgentState, EnvSpec, Trajectory
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Lays P members out on devices; `layout_of` makes it.
+class Layout(abc.ABC):
+    """Lays P members out on devices; `choose` says which.
 
     Attributes:
       members: P.
       mesh: the learner's devices.
-      splits_batch: whether they split each member's batch, not the members.
+      devices_each: how many devices share one member's batch.
+      program: the compiled functions, of all members.
     """
 
-    members: int
-    mesh: Mesh
-    splits_batch: bool
+    devices_each: int
+    program: Program
+
+    def __init__(self, members: int, mesh: Mesh):
+        """Prepares a layout.
+
+        Args:
+          members: P.
+          mesh: the learner's devices.
+        """
+        self.members, self.mesh = members, mesh
 
     @property
     def member_mesh(self) -> Mesh:
         """The devices that one member's update runs on."""
-        if self.splits_batch:
-            return self.mesh
-        return parallel.learner_mesh(self.mesh.local_devices[:1])
+        return parallel.learner_mesh(list(self.mesh.devices.flat)[: self.devices_each])
 
-    def init(self, agent: Agent, keys: jax.Array) -> AgentState:
-        """Initialises all members.
+    @abc.abstractmethod
+    def build(
+        self, agent: Agent, spec: EnvSpec, hyper: Any, *, mapping: parallel.Backend
+    ) -> None:
+        """Compiles.
 
         Args:
-          agent: that `agents.population.population` made.
+          agent: a member's.
+          spec: the environment.
+          hyper: the members' numeric hyper-parameters, each leaf ``[P]``.
+          mapping: what maps updates over devices.
+        """
+
+    @abc.abstractmethod
+    def init(self, keys: jax.Array) -> Any:
+        """The state of all members as they start.
+
+        Args:
           keys: one a member.
         """
-        if self.splits_batch:
-            return parallel.init_state(agent, keys, self.mesh)
-        return self._split(jax.device_get(jax.jit(agent.init)(keys)).local)
 
-    def learner_view(self, state: AgentState) -> Any:
-        """All members' learners on one device, as acting reads them.
+    @abc.abstractmethod
+    def learner_view(self, state: Any) -> Any:
+        """All members' learners on one device, as `Program.actor_params` takes them.
 
         Args:
           state: of the population.
         """
-        if self.splits_batch:
-            return parallel.first_replica(state.learner)
-        if self.mesh.size == 1:
-            return parallel.first_replica(state.local.learner)
-        return jax.device_put(state.local.learner, self.mesh.local_devices[0])
 
-    def batch_of(self, trajectories: Sequence[Trajectory]) -> Trajectory:
-        """Lays the actors' rows out: ``[D, T, ...]``.
+    @abc.abstractmethod
+    def batch_of(self, trajectories: Sequence[Trajectory]) -> Any:
+        """Lays the actors' rows out for the devices.
 
         Args:
-          trajectories: host arrays, one an actor.
+          trajectories: host arrays ``[T, P * E, ...]``, one an actor.
         """
-        groups = self.mesh.size if self.splits_batch else 1
-        joined = join_members(trajectories, self.members, groups=groups)
-        return parallel.shard_environments([joined], self.mesh.size)
 
-    def of_members(self, state: AgentState) -> list[AgentState]:
+    @abc.abstractmethod
+    def of_members(self, state: Any) -> list[AgentState]:
         """Each member's state on the host, as a run of its own would have it.
 
         Args:
           state: of the population.
         """
-        host, members = parallel.read_state(state), range(self.members)
-        take = lambda tree, *at: parallel.map_data(lambda x: x[at], tree)
-        if self.splits_batch:
-            every = slice(None)
-            return [
-                AgentState(take(host.learner, p), take(host.local, every, p))
-                for p in members
-            ]
-        whole = parallel.map_data(_join_two, host.local)
-        return [
-            AgentState(take(whole.learner, p), take(whole.local, slice(p, p + 1)))
-            for p in members
-        ]
 
-    def place(self, states: Sequence[AgentState]) -> AgentState:
+    @abc.abstractmethod
+    def place(self, states: Sequence[AgentState]) -> Any:
         """Puts what `of_members` gave back on the devices.
 
         Args:
           states: one a member.
         """
-        learner, local = _stack(states)  # [P, ...], and [P, D, ...] of each device.
-        if self.splits_batch:
-            local = parallel.map_data(lambda x: np.swapaxes(x, 0, 1), local)
-            return parallel.place_state(AgentState(learner, local), self.mesh)
+
+
+class Stacked(Layout):
+    """All members at once; devices split them."""
+
+    devices_each = 1
+
+    def build(self, agent, spec, hyper, *, mapping) -> None:
+        """Compiles one program for all; see `Layout`."""
+        self._agent = stacked.population(agent, spec, hyper)
+        self.program = compile_agent(self._agent, self.mesh, mapping=mapping)
+
+    def init(self, keys: jax.Array) -> AgentState:
+        """The state of all members as they start; see `Layout`."""
+        return self._split(jax.device_get(jax.jit(self._agent.init)(keys)).local)
+
+    def learner_view(self, state: AgentState) -> Any:
+        """All members' learners on one device; see `Layout`."""
+        if self.mesh.size == 1:
+            return parallel.first_replica(state.local.learner)
+        return jax.device_put(state.local.learner, self.mesh.local_devices[0])
+
+    def batch_of(self, trajectories: Sequence[Trajectory]) -> Trajectory:
+        """Lays the rows out member by member, ``[D, T, P / D * E]``."""
+        parts = [stacked.split_members(rows, self.members) for rows in trajectories]
+        in_order = [rows for of_member in zip(*parts) for rows in of_member]
+        if len(trajectories) == 1:
+            in_order = trajectories  # They stand in that order.
+        return parallel.shard_environments(in_order, self.mesh.size)
+
+    def of_members(self, state: AgentState) -> list[AgentState]:
+        """Each member's state on the host; see `Layout`."""
+        joined = parallel.map_data(_join_two, parallel.read_state(state).local)
+        take = lambda tree, at: parallel.map_data(lambda x: x[at], tree)
+        return [
+            AgentState(take(joined.learner, p), take(joined.local, slice(p, p + 1)))
+            for p in range(self.members)
+        ]
+
+    def place(self, states: Sequence[AgentState]) -> AgentState:
+        """Puts members back on the devices; see `Layout`."""
+        learner, local = jax.tree.map(_stack, *states)  # Of local ``[P, 1, ...]``.
         return self._split(AgentState(learner, parallel.map_data(_join_two, local)))
 
     def _split(self, states: AgentState) -> AgentState:
@@ -114,18 +155,77 @@ class Layout:
         return parallel.place_state(AgentState((), local), self.mesh)
 
 
-def layout_of(members: int, learner_devices: int | None) -> Layout:
-    """Chooses a layout: devices split the members if their number allows it.
+class Turns(Layout):
+    """One member after another, each on all devices; the state is a tuple."""
+
+    def __init__(self, members: int, mesh: Mesh):
+        """Prepares a layout; see `Layout`."""
+        super().__init__(members, mesh)
+        self.devices_each = mesh.size
+
+    def build(self, agent, spec, hyper, *, mapping) -> None:
+        """Compiles one member's update, and acting for all; see `Layout`."""
+        self._one, self._hyper = compile_agent(agent, self.mesh, mapping=mapping), hyper
+        together = stacked.population(agent, spec, hyper)
+        acting = compile_agent(together, self.member_mesh, mapping=mapping)
+        self.program = acting._replace(mesh=self.mesh, learn=self._learn)
+
+    def _learn(self, states: Sequence[AgentState], batches: Sequence[Trajectory]):
+        updated, metrics = [], []
+        for state, batch in zip(states, batches):
+            state, told = self._one.learn(state, batch)
+            if jax.default_backend() == "cpu":
+                # Two updates in flight would wait for each other's threads.
+                jax.block_until_ready(state)
+            updated.append(state)
+            metrics.append(told)
+        together = {name: tuple(told[name] for told in metrics) for name in metrics[0]}
+        return tuple(updated), together
+
+    def init(self, keys: jax.Array) -> tuple[AgentState, ...]:
+        """The state of all members as they start; see `Layout`."""
+        states = []
+        for p in range(self.members):
+            state = self._one.init(parallel.map_data(lambda x, p=p: x[p], keys))
+            mine = jax.tree.map(lambda x, p=p: np.asarray(x[p]), self._hyper)
+            hyper = parallel.replicate(mine, self.mesh)
+            states.append(state._replace(learner=state.learner._replace(hyper=hyper)))
+        return tuple(states)
+
+    def learner_view(self, state: Sequence[AgentState]) -> Any:
+        """All members' learners on one device; see `Layout`."""
+        return tuple(parallel.first_replica(one.learner) for one in state)
+
+    def batch_of(self, trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
+        """Lays out each member's rows, ``[D, T, E / D]``."""
+        parts = [stacked.split_members(rows, self.members) for rows in trajectories]
+        return tuple(
+            parallel.shard_environments(of_member, self.mesh.size)
+            for of_member in zip(*parts)
+        )
+
+    def of_members(self, state: Sequence[AgentState]) -> list[AgentState]:
+        """Each member's state on the host; see `Layout`."""
+        return [parallel.read_state(one) for one in state]
+
+    def place(self, states: Sequence[AgentState]) -> tuple[AgentState, ...]:
+        """Puts members back on the devices; see `Layout`."""
+        return tuple(parallel.place_state(one, self.mesh) for one in states)
+
+
+def choose(agent: Agent, members: int, mesh: Mesh) -> Layout:
+    """Chooses a layout: stacked where that can be, and helps.
 
     Args:
+      agent: a member's.
       members: P.
-      learner_devices: how many learn; None is all.
-
-    Raises:
-      ValueError: if there are fewer.
+      mesh: the learner's devices.
     """
-    mesh = parallel.learner_mesh(parallel.learner_devices(learner_devices))
-    return Layout(members, mesh, splits_batch=members % mesh.size != 0)
+    state = jax.eval_shape(agent.init, jax.eval_shape(lambda: jax.random.key(0)))
+    owns = bool(jax.tree.leaves(state.local))
+    return (
+        Turns(members, mesh) if owns or members % mesh.size else Stacked(members, mesh)
+    )
 
 
 def _join_two(x: np.ndarray) -> np.ndarray:
@@ -133,8 +233,7 @@ def _join_two(x: np.ndarray) -> np.ndarray:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def _stack(states: Sequence[AgentState]) -> AgentState:
-    """Stacks host arrays and typed keys along a new leading axis."""
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    stack = lambda *xs: jnp.stack(xs) if is_key(xs[0]) else np.stack(xs)
-    return jax.tree.map(stack, *states)
+def _stack(*xs: Any) -> Any:
+    """Stacks host arrays or typed keys along a new leading axis."""
+    is_key = jnp.issubdtype(xs[0].dtype, jax.dtypes.prng_key)
+    return jnp.stack(xs) if is_key else np.stack(xs)

@@ -77,7 +77,7 @@ class Loop(abc.ABC):
         """The learner's state as `Program.actor_params` takes it, without a copy."""
 
     @abc.abstractmethod
-    def batch_of(self, trajectories: Sequence[Trajectory]) -> Trajectory:
+    def batch_of(self, trajectories: Sequence[Trajectory]) -> Any:
         """Lays the actors' host arrays ``[T, E, ...]`` out for devices."""
 
     @abc.abstractmethod

@@ -18,18 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from fps_jax.agents import population as stacked
-from fps_jax.runtime import envs
+from fps_jax.runtime import envs, parallel
 from fps_jax.runtime.checkpoints import open_checkpoints
 from fps_jax.runtime.evaluation import Evaluation
 from fps_jax.runtime.exchange import NonFiniteError, Segment
 from fps_jax.runtime.interrupts import Interrupt, interrupts
 from fps_jax.runtime.journal import History
 from fps_jax.runtime.keeping import Keeper
-from fps_jax.runtime.layout import Layout, layout_of
+from fps_jax.runtime.layout import Layout, choose
 from fps_jax.runtime.loop import EVALUATE, INIT, Loop
 from fps_jax.runtime.options import TrainConfig
-from fps_jax.runtime.program import Program, build, compile_agent, make_agent
-from fps_jax.types import AgentConfig, AgentState, Metrics, Trajectory
+from fps_jax.runtime.program import build, make_agent
+from fps_jax.types import AgentConfig, Metrics, Trajectory
 
 FAILURE = "failure.json"
 
@@ -134,10 +134,10 @@ class Population(Loop):
         step, metas = self._find_checkpoints()
         self._resumes = max(m["resumes"] for m in metas) + 1 if step is not None else 0
 
-        self._layout = layout_of(len(members), config.learner_devices)
-        episodes = max(1, config.eval_episodes)
-        self._eval_env = self.make_envs(EVALUATE, 0, episodes)
-        self.program, self.state = self._build(self._layout)
+        self._eval_env = self.make_envs(EVALUATE, 0, max(1, config.eval_episodes))
+        self._layout = self._build()
+        self.program = self._layout.program
+        self.state = self._layout.init(self.key(INIT))
         self.num_updates = self.updates_in_all()
         self.actors = [
             self.make_actor(i, masks_nonfinite=True) for i in range(config.num_actors)
@@ -173,7 +173,7 @@ class Population(Loop):
         """All members' learners, on one device."""
         return self._layout.learner_view(self.state)
 
-    def batch_of(self, trajectories: Sequence[Trajectory]) -> Trajectory:
+    def batch_of(self, trajectories: Sequence[Trajectory]) -> Any:
         """The environments member by member, split over the devices."""
         return self._layout.batch_of(trajectories)
 
@@ -182,7 +182,7 @@ class Population(Loop):
         journals = [self._keepers[p].journal for p in self._living()]
         steps = self.update * self.steps_of_update() * len(self.members)
         returns = [journal.recent_return() for journal in journals]
-        speed = sum(journal.steps_per_s() for journal in journals)
+        speed = sum((journal.steps_per_s() for journal in journals), start=0.0)
         return steps, speed, float(np.mean(returns)) if returns else float("nan")
 
     def note(
@@ -328,18 +328,19 @@ class Population(Loop):
             keepers.append(Keeper(folder, config, member.agent, meta, timers=timers))
         return keepers
 
-    def _build(self, layout: Layout) -> tuple[Program, AgentState]:
-        """Compiles one program for all members; their states as they start."""
+    def _build(self) -> Layout:
+        """Compiles one program for all members."""
         config, spec = self.config, self._eval_env.spec
         configs = [member.agent for member in self.members]
         hyper = stacked.stack_hyper(configs, config.total_env_steps)
+        devices = parallel.learner_devices(config.learner_devices)
+        alone = make_agent(configs[0], spec, config, devices=1)
+        layout = choose(alone, len(configs), parallel.learner_mesh(devices))
         for agent_config in dict.fromkeys(configs):
             build(agent_config, spec, config, layout.member_mesh)  # Refuses misfits.
-        agent = make_agent(configs[0], spec, config, devices=layout.member_mesh.size)
-        splits_batch = layout.splits_batch
-        agent = stacked.population(agent, spec, hyper, splits_batch=splits_batch)
-        program = compile_agent(agent, layout.mesh, mapping=config.mapping)
-        return program, layout.init(agent, self.key(INIT))
+        agent = make_agent(configs[0], spec, config, devices=layout.devices_each)
+        layout.build(agent, spec, hyper, mapping=config.mapping)
+        return layout
 
 
 def _of_member(segment: Segment, p: int, members: int) -> Segment:

@@ -22,7 +22,7 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -213,18 +213,24 @@ def rows_of(agent: str, groups: Sequence[Group]) -> list[dict[str, Any]]:
                 "seed": member.seed,
                 **{name: setting.get(name, "") for name in varied},
             }
+            records = read_jsonl(path) if path.exists() else ()
+            evaluated = [record for record in records if "eval/return" in record]
             rows += [
                 {
                     **about,
-                    "env_steps": record["env_steps"],
-                    "return": round(record["eval/return"], 3),
-                    "return_std": round(record["eval/return_std"], 3),
+                    "env_steps": record.get("env_steps", ""),
+                    "return": _rounded(record, "eval/return"),
+                    "return_std": _rounded(record, "eval/return_std"),
                     "status": status(folder),
                 }
-                for record in (read_jsonl(path) if path.exists() else ())
-                if "eval/return" in record
+                # A member without any evaluation is told of, too.
+                for record in evaluated or [{}]
             ]
     return sorted(rows, key=lambda row: row["member"])
+
+
+def _rounded(record: Mapping[str, Any], name: str) -> Any:
+    return round(record[name], 3) if name in record else ""
 
 
 def status(folder: Path) -> str:
@@ -297,10 +303,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = 130
         print(f"{PROG}: interrupted; the same command goes on.", file=sys.stderr)
-    rows = rows_of(agent, groups)
-    if rows:
-        results.write_csv(folder / "sweep.csv", rows)
-        print(report.write(folder))
+    results.write_csv(folder / "sweep.csv", rows_of(agent, groups))
+    print(report.write(folder))
     has_error = any(
         (_folder(group, m) / ERROR).exists() for group in groups for m in group.members
     )

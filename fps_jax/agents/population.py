@@ -120,10 +120,10 @@ def population(agent: Agent, spec: EnvSpec, hyper: Any) -> Agent:
         acted = jax.vmap(one)(params, mine, keys)
         join = lambda x: x.reshape(observation.shape[0], *x.shape[2:])
         action, behaviour = jax.tree.map(join, acted)
+        # A member whose parameters are not finite must not end the others' step.
         if isinstance(spec.action, Continuous):
-            # A member whose parameters are not finite must not end the others' step.
-            action = jnp.where(jnp.isfinite(action), action, 0)
-        return action, behaviour
+            return jnp.where(jnp.isfinite(action), action, 0), behaviour
+        return jnp.clip(action, 0, spec.action.num_actions - 1), behaviour
 
     def update(
         state: AgentState, trajectory: Trajectory, *, axis_name: str | None = None

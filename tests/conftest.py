@@ -1,6 +1,7 @@
 """Strict JAX for every test: what is only a warning elsewhere is an error here."""
 
 import os
+import tempfile
 
 # Four CPU devices, so that what a single device hides is seen. One test process uses
 # one core's worth of them at a time. LLVM optimises nothing, as most of a test's time
@@ -14,6 +15,13 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_backend_optimization_level=0",
     ]
 )
+
+# What one test process, or a program that it starts, has compiled, the others reuse. The
+# folder is of this session alone.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _cache = tempfile.TemporaryDirectory(prefix="fps_jax-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
 from jaxtyping import install_import_hook
 

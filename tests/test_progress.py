@@ -1,11 +1,13 @@
 """Progress: a bar for a person, lines for a file, a table at the end."""
 
+import functools
 import io
 import math
 import re
 import types
 
 import pytest
+import rich.jupyter
 from rich.console import Console
 
 from fps_jax.runtime import progress as module
@@ -123,6 +125,22 @@ def test_a_terminal_gets_a_bar_that_ends_at_the_last_status(clock):
     assert frames[-1].count("━") == 100 - len(frames[-1].replace("━", ""))
     assert frames[-1].count("━") > 15
     assert text.endswith("\x1b[?25h")
+
+
+def test_a_bar_in_a_notebook_ends_at_the_last_status(clock, monkeypatch):
+    shown = []
+    jupyter = functools.partial(Console, force_jupyter=True)
+    monkeypatch.setattr(module, "Console", jupyter)
+    monkeypatch.setattr(rich.jupyter, "display", lambda _, text: shown.append(text))
+    with progress(1000) as reporter:
+        for step in (0, 500, 1000):  # At one time: only the first is worth a redraw.
+            reporter.update(step, 100.0, 1.5, 1.0)
+    frames = [text for text in shown if "steps/s" in text]
+    assert str(Status(1000, 1000, 100.0, 1.5, 1.0)) in frames[-1]
+    with pytest.raises(RuntimeError):
+        interrupted_run(None)
+    frames = [text for text in shown if "steps/s" in text]
+    assert str(Status(2, 9, 1.0, 0.0, 0.0)) in frames[-1]
 
 
 def test_a_bar_gives_the_terminal_back_after_an_error():

@@ -123,7 +123,10 @@ def _bar(console: Console, total: int) -> Iterator[Callable[[Status], None]]:
         )
 
     with bar:
-        yield show
+        try:
+            yield show
+        finally:
+            bar.refresh()  # Rich does so itself at the end, but not in Jupyter.
 
 
 @contextlib.contextmanager

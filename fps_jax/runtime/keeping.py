@@ -115,6 +115,11 @@ class Keeper:
         """
         return self.checkpoints is None or self.checkpoints.latest() == update
 
+    def flush(self) -> None:
+        """Writes a record of what none holds yet."""
+        if self.env_steps and self.journal.latest("env_steps") != self.env_steps:
+            self.journal.write(self.env_steps, {})
+
     def save(self, update: int, state: Any) -> None:
         """Saves a checkpoint.
 
@@ -124,9 +129,7 @@ class Keeper:
         """
         if self.checkpoints is None:
             return
-        if update and self.journal.latest("env_steps") != self.env_steps:
-            # A resumed run would know nothing of what no record holds.
-            self.journal.write(self.env_steps, {})
+        self.flush()  # A resumed run would know nothing of what no record holds.
         meta = {
             "update": update,
             "env_steps": self.env_steps,

@@ -251,6 +251,7 @@ class Population(Loop):
         """Stops a member; what it had recorded and saved stays."""
         reason, keeper = str(error), self._keepers[p]
         self.failures[p] = reason
+        keeper.flush()
         if self._folders[p] is not None:
             steps = keeper.env_steps
             about = {"reason": reason, "update": self.update, "env_steps": steps}

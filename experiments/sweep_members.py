@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments import train
-from fps_jax.agents.population import static_part
 from fps_jax.runtime.options import TrainConfig
 from fps_jax.runtime.population import Member
+from fps_jax.runtime.stacking import static_part
 
 Setting = dict[str, str]
 """Values of options by name, as text; what is not there is as for all members."""

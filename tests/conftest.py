@@ -16,8 +16,8 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-# What one test process, or a program that it starts, has compiled, the others reuse. The
-# folder is of this session alone.
+# What one test process, or a program that it starts, has compiled, the others reuse.
+# The folder is of this session alone.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="fps_jax-tests-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name

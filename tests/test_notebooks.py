@@ -58,7 +58,8 @@ def environment():
 
 
 def test_the_notebooks_are_there():
-    assert {"fusion", "prioritized_replay", "quickstart"} <= {p.stem for p in NOTEBOOKS}
+    names = {"fusion", "prioritized_replay", "quickstart", "sweeps"}
+    assert names <= {path.stem for path in NOTEBOOKS}
 
 
 @each
@@ -72,7 +73,7 @@ def test_a_notebook_runs_from_a_fresh_kernel(path):
     assert not [o for o in found if o.output_type == "error"]
     # Nothing is said to stderr, such as that a widget for the progress bar is missing.
     assert not [o.text for o in found if o.get("name") == "stderr"]
-    if "fps_jax.train(" in str(code_of(notebook)):
+    if re.search(r"fps_jax\.train(_population)?\(", str(code_of(notebook))):
         assert "steps/s" in str(notebook.metadata.get("widgets"))
 
 

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from tiny_agent import TinyConfig
 
-from fps_jax.agents import population as stacked
 from fps_jax.agents.dfps import DFPSConfig
 from fps_jax.agents.dqn import DQNConfig
 from fps_jax.agents.ppo import PPOConfig
-from fps_jax.runtime import envs, parallel
+from fps_jax.runtime import envs, parallel, stacking
 from fps_jax.runtime.layout import Stacked, Turns
 from fps_jax.runtime.metrics import read_jsonl
 from fps_jax.runtime.options import TrainConfig
@@ -195,7 +194,7 @@ def test_a_number_that_members_may_vary_is_no_part_of_the_program(name):
     state, *program = programs(config)
     changed = {
         option: other
-        for option in sorted(stacked.hyper_names(config) - {"total_env_steps"})
+        for option in sorted(stacking.hyper_names(config) - {"total_env_steps"})
         if hasattr(config, option)
         and (other := other_values(option, getattr(config, option))) is not None
     }
@@ -206,7 +205,7 @@ def test_a_number_that_members_may_vary_is_no_part_of_the_program(name):
             altered = dataclasses.replace(altered, **{option: other})
         except ValueError:  # Goes with another that has not changed yet.
             continue
-    assert stacked.static_part(altered) == stacked.static_part(config)
+    assert stacking.static_part(altered) == stacking.static_part(config)
     other_state, *other_program = programs(altered)
     assert program == other_program
     # Nor does anything that `init` makes depend on it, but for the numbers themselves.

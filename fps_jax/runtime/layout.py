@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fps_jax.agents import population as stacked
-from fps_jax.runtime import parallel
+from fps_jax.runtime import parallel, stacking
 from fps_jax.runtime.program import Program, compile_agent
 from fps_jax.types import Agent, AgentState, EnvSpec, Trajectory
 
@@ -111,7 +110,7 @@ class Stacked(Layout):
 
     def build(self, agent, spec, hyper, *, mapping) -> None:
         """Compiles one program for all; see `Layout`."""
-        self._agent = stacked.population(agent, spec, hyper)
+        self._agent = stacking.population(agent, spec, hyper)
         self.program = compile_agent(self._agent, self.mesh, mapping=mapping)
 
     def init(self, keys: jax.Array) -> AgentState:
@@ -126,7 +125,7 @@ class Stacked(Layout):
 
     def batch_of(self, trajectories: Sequence[Trajectory]) -> Trajectory:
         """Lays the rows out member by member, ``[D, T, P / D * E]``."""
-        parts = [stacked.split_members(rows, self.members) for rows in trajectories]
+        parts = [stacking.split_members(rows, self.members) for rows in trajectories]
         in_order = [rows for of_member in zip(*parts) for rows in of_member]
         if len(trajectories) == 1:
             in_order = trajectories  # They stand in that order.
@@ -166,7 +165,7 @@ class Turns(Layout):
     def build(self, agent, spec, hyper, *, mapping) -> None:
         """Compiles one member's update, and acting for all; see `Layout`."""
         self._one, self._hyper = compile_agent(agent, self.mesh, mapping=mapping), hyper
-        together = stacked.population(agent, spec, hyper)
+        together = stacking.population(agent, spec, hyper)
         acting = compile_agent(together, self.member_mesh, mapping=mapping)
         self.program = acting._replace(mesh=self.mesh, learn=self._learn)
 
@@ -198,7 +197,7 @@ class Turns(Layout):
 
     def batch_of(self, trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
         """Lays out each member's rows, ``[D, T, E / D]``."""
-        parts = [stacked.split_members(rows, self.members) for rows in trajectories]
+        parts = [stacking.split_members(rows, self.members) for rows in trajectories]
         return tuple(
             parallel.shard_environments(of_member, self.mesh.size)
             for of_member in zip(*parts)

@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fps_jax.agents import population as stacked
-from fps_jax.runtime import envs, parallel
+from fps_jax.runtime import envs, parallel, stacking
 from fps_jax.runtime.checkpoints import open_checkpoints
 from fps_jax.runtime.evaluation import Evaluation
 from fps_jax.runtime.exchange import NonFiniteError, Segment
@@ -333,7 +332,7 @@ class Population(Loop):
         """Compiles one program for all members."""
         config, spec = self.config, self._eval_env.spec
         configs = [member.agent for member in self.members]
-        hyper = stacked.stack_hyper(configs, config.total_env_steps)
+        hyper = stacking.stack_hyper(configs, config.total_env_steps)
         devices = parallel.learner_devices(config.learner_devices)
         alone = make_agent(configs[0], spec, config, devices=1)
         layout = choose(alone, len(configs), parallel.learner_mesh(devices))

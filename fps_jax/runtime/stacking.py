@@ -65,7 +65,10 @@ def stack_hyper(configs: Sequence[AgentConfig], total_env_steps: int) -> Any:
     first = static_part(configs[0])
     for config in configs:
         other = static_part(config)
-        differ = [str(mine) for mine, yours in zip(other, first) if mine != yours]
+        if other[0] is not first[0]:
+            raise ValueError("members of one population are of different agents.")
+        pairs = zip(other[1:], first[1:])
+        differ = [mine[0] for mine, yours in pairs if mine != yours]
         if differ:
             raise ValueError(
                 f"members of one population differ in {', '.join(differ)}, which "

@@ -96,7 +96,9 @@ def population(agent: Agent, spec: EnvSpec, hyper: Any) -> Agent:
     """
 
     def init(keys: Key[Array, " P"]) -> AgentState:
-        states = jax.vmap(agent.init)(keys)
+        # Not `vmap`: XLA's batched QR on a CPU, several at a time, can take all of its
+        # threads and wait for one more, for ever (jaxlib 0.10.2, two cores).
+        states = jax.lax.map(agent.init, keys)
         learner = states.learner._replace(hyper=jax.tree.map(jnp.asarray, hyper))
         return AgentState((), AgentState(learner, states.local))
 

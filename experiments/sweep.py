@@ -402,9 +402,8 @@ def run(
       proposals: gets further groups, if Optuna is to propose settings.
     """
     waiting = [group for group in groups if not is_finished(group)]
-    for group in waiting:
-        for member in group.members:
-            (folder_of(group, member) / ERROR).unlink(missing_ok=True)
+    for folder in (folder_of(group, m) for group in waiting for m in group.members):
+        (folder / ERROR).unlink(missing_ok=True)
     members = sum(len(group.members) for group in groups)
     print(
         f"{PROG}: {members} members in {len(groups)} programs, "

@@ -67,10 +67,11 @@ class Ends(tune.Callback):
           **info: what else Tune tells.
         """
         del iteration, trials, info
-        group, text = (
-            pickle.loads(trial.config[GROUP]),
-            Path(trial.error_file).read_text(),
-        )
+        group = pickle.loads(trial.config[GROUP])
+        if sweep.is_finished(group):  # All of its members have failed.
+            sweep_ray.tell_end(group)
+            return
+        text = Path(trial.error_file or "").read_text(encoding="utf-8")
         sweep.note_error(group, sweep_ray.plain(text))
 
 
@@ -128,16 +129,18 @@ def trial(config: Mapping[str, Any]) -> None:
     group: Group = pickle.loads(config[GROUP])
     for evaluation in evaluations(group):
         tune.report(evaluation)
-    if sweep.is_finished(group):
-        return
 
     def tell(records: list[dict[str, Any]], is_last: bool) -> None:
         if not is_last:  # Nobody is to end a trial that is at its end.
             tune.report(mean(records))
 
-    sweep.run_group(group, is_shown=False, on_evaluation=tell)
-    for last in evaluations(group)[-1:]:
-        tune.report(last)
+    if not sweep.is_finished(group):
+        sweep.run_group(group, is_shown=False, on_evaluation=tell)
+        for last in evaluations(group)[-1:]:
+            tune.report(last)
+    folders = [sweep.folder_of(group, member) for member in group.members]
+    if all(sweep.status(folder) == "failed" for folder in folders):
+        raise RuntimeError("no member of the trial is left.")
 
 
 def evaluations(group: Group) -> list[dict[str, float]]:

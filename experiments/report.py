@@ -219,7 +219,7 @@ def _versions(text: str) -> str:
 def _counts(setting: Setting) -> str:
     """How many runs are done, and what became of the others."""
     counts = [str(len(setting.that_are("done")))]
-    for status in ("failed", "running"):
+    for status in sweep_results.STATUSES[1:]:
         if setting.that_are(status):
             counts.append(f"{len(setting.that_are(status))} {status}")
     return ", ".join(counts)

@@ -12,17 +12,24 @@ groups, which run one after another or, with ``--jobs``, side by side. A member 
 ``sweeps/<name>/members/<setting>_s<seed>/`` as a single run would. Every evaluation of
 all members goes to ``sweep.csv`` there, and what was found to ``report.md``. A sweep
 that was ended goes on when it is started again, and what is finished stays.
+
+``--engine ray`` makes each group a task of Ray's, on this machine or on those of
+``--address``; ``--members 1`` makes each member one. There ``--asha`` stops settings
+that others have left behind, and ``--search optuna`` proposes the next setting from how
+the ones before it did: a setting's seeds are then one trial, judged by their mean.
 """
 
 import concurrent.futures
 import dataclasses
+import functools
+import importlib.util
 import json
 import math
 import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +40,7 @@ from fps_jax.runtime.metrics import read_jsonl
 from fps_jax.runtime.population import FAILURE, Member, Population
 
 PROG = "experiments.sweep"
-DONE, ERROR = "done.json", "error.txt"
+DONE, STOPPED, ERROR = "done.json", "stopped.json", "error.txt"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,22 +52,31 @@ class Options:
       grid: options and their values, NAME=A,B; every combination is a setting.
       random: how many settings to draw from the ranges.
       ranges: NAME=log:LOW:HIGH, NAME=LOW:HIGH or NAME=A,B,C.
-      search_seed: of the draws.
+      search: how settings come from the ranges: at random, or as Optuna proposes.
+      search_seed: of the draws, or of Optuna.
+      asha: stop settings early that are behind others (asynchronous halving).
+      asha_grace: env steps before any is stopped; by default a run's / factor**2.
+      asha_factor: one in so many goes on, for so many times the env steps.
       name: of the sweep's folder; by default the agent's and the task's.
       directory: folder of all sweeps.
       members: of one program, at most.
-      jobs: groups at a time.
+      jobs: groups at a time, if the engine is local.
       engine: local, or ray for several machines.
       address: of Ray's cluster; by default one is started here.
       cpus: of a task of Ray's.
       gpus: of a task of Ray's; parts of one may be shared.
+      tpus: chips of a task of Ray's.
     """
 
     seeds: str = "0:4"
     grid: tuple[str, ...] = ()
     random: int = 0
     ranges: tuple[str, ...] = ()
+    search: Literal["random", "optuna"] = "random"
     search_seed: int = 0
+    asha: bool = False
+    asha_grace: int | None = None
+    asha_factor: float = 3.0
     name: str | None = None
     directory: str = "sweeps"
     members: int = 64
@@ -69,26 +85,45 @@ class Options:
     address: str | None = None
     cpus: float = 1.0
     gpus: float = 0.0
+    tpus: int = 0
 
     def __post_init__(self):
         """Refuses options that are out of range, or do not go together."""
-        checks.in_range(self, 0, math.inf, "random", "search_seed", "gpus")
-        checks.in_range(self, 1, math.inf, "members", "jobs")
+        checks.in_range(self, 0, math.inf, "random", "search_seed", "gpus", "tpus")
+        checks.in_range(self, 1, math.inf, "members", "jobs", "asha_grace")
+        checks.in_range(self, 1, math.inf, "asha_factor", ends="()")
         checks.in_range(self, 0, math.inf, "cpus", ends="()")
         checks.one_of(self, ("local", "ray"), "engine")
+        checks.one_of(self, ("random", "optuna"), "search")
         if bool(self.random) != bool(self.ranges):
             raise ValueError("random needs ranges, and ranges need random.")
         if self.random and self.grid:
             raise ValueError("grid and random cannot be had together.")
-        if self.address is not None and self.engine != "ray":
-            raise ValueError(f"address {self.address} needs engine ray.")
-        sweep_members.seeds(self.seeds)
+        for name in ("address", "gpus", "tpus", "asha"):
+            if self.engine != "ray" and getattr(self, name):
+                raise ValueError(f"{name} {getattr(self, name)} needs engine ray.")
+        if self.search == "optuna" and not (self.random and self.engine == "ray"):
+            raise ValueError("search optuna needs random, ranges and engine ray.")
+        seeds = len(sweep_members.seeds(self.seeds))
+        if self.is_tuned and self.members < seeds:
+            raise ValueError(
+                f"members {self.members} must be at least {seeds}: with asha or search "
+                f"optuna the seeds of a setting are judged together."
+            )
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether Ray Tune judges settings while they run."""
+        return self.asha or self.search == "optuna"
 
     def settings(self) -> list[sweep_members.Setting]:
-        """What the members' options differ in."""
-        if self.random:
-            return sweep_members.draw(self.ranges, self.random, self.search_seed)
-        return sweep_members.grid(self.grid)
+        """What the members' options differ in; the extremes if Optuna is to propose."""
+        if not self.random:
+            return sweep_members.grid(self.grid)
+        among = sweep_members.ranges(self.ranges)
+        if self.search == "optuna":
+            return sweep_members.ends(among)
+        return sweep_members.draw(among, self.random, self.search_seed)
 
 
 def read(argv: Sequence[str]) -> tuple[str, Options, list[str]]:
@@ -114,12 +149,18 @@ def read(argv: Sequence[str]) -> tuple[str, Options, list[str]]:
     return words[0], options, more
 
 
-def run_group(group: Group, *, is_shown: bool) -> None:
+def run_group(
+    group: Group,
+    *,
+    is_shown: bool,
+    on_evaluation: Callable[[list[dict[str, Any]], bool], None] | None = None,
+) -> None:
     """Trains the members of a group; where they stand is in their folders.
 
     Args:
       group: the members, with a directory in their configuration.
       is_shown: whether progress and failures are shown.
+      on_evaluation: see `Population`.
     """
 
     def tell(member: Member, reason: str) -> None:
@@ -128,40 +169,49 @@ def run_group(group: Group, *, is_shown: bool) -> None:
     config = dataclasses.replace(group.config, resume=True)
     if not is_shown:
         config = dataclasses.replace(config, show_progress=False)
-    population = Population(group.members, config, on_failure=tell)
+    population = Population(
+        group.members, config, on_failure=tell, on_evaluation=on_evaluation
+    )
     for outcome in population.train():
         if outcome.failure is None:
             about = {"env_steps": outcome.history.records[-1]["env_steps"]}
-            (_folder(group, outcome.member) / DONE).write_text(json.dumps(about))
+            (folder_of(group, outcome.member) / DONE).write_text(json.dumps(about))
 
 
-def _folder(group: Group, member: Member) -> Path:
+def folder_of(group: Group, member: Member) -> Path:
+    """The folder of a member.
+
+    Args:
+      group: with a directory in its configuration.
+      member: one of it.
+    """
     return Path(group.config.directory or "") / member.name
 
 
 def is_finished(group: Group) -> bool:
-    """Whether every member has come to its end, or has stopped before.
+    """Whether every member has come to its end, or was ended before.
 
     Args:
       group: the members.
     """
-    ends = (DONE, FAILURE)
-    folders = [_folder(group, member) for member in group.members]
+    ends = DONE, STOPPED, FAILURE
+    folders = [folder_of(group, member) for member in group.members]
     return all(any((folder / end).exists() for end in ends) for folder in folders)
 
 
-def note_error(group: Group, error: BaseException) -> None:
+def note_error(group: Group, error: BaseException | str) -> None:
     """Leaves the traceback of what ended a group in its members' folders.
 
     Args:
       group: the members.
-      error: what ended it.
+      error: what ended it, or what is told of it.
     """
-    text = "".join(traceback.format_exception(error))
+    told = [error] if isinstance(error, str) else traceback.format_exception(error)
+    text = "".join(told)
     names = ", ".join(member.name for member in group.members)
     print(f"{PROG}: members {names} were ended by an error:\n{text}", file=sys.stderr)
     for member in group.members:
-        folder = _folder(group, member)
+        folder = folder_of(group, member)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ERROR).write_text(text, encoding="utf-8")
 
@@ -204,7 +254,7 @@ def rows_of(agent: str, groups: Sequence[Group]) -> list[dict[str, Any]]:
     rows = []
     for group in groups:
         for member, setting in zip(group.members, group.settings):
-            folder = _folder(group, member)
+            folder = folder_of(group, member)
             path = folder / "metrics.jsonl"
             about = {
                 "member": member.name,
@@ -234,13 +284,15 @@ def _rounded(record: Mapping[str, Any], name: str) -> Any:
 
 
 def status(folder: Path) -> str:
-    """Where a member stands: done, failed or running.
+    """Where a member stands: done, failed, stopped or running.
 
     Args:
       folder: the member's.
     """
     if (folder / FAILURE).exists() or (folder / ERROR).exists():
         return "failed"
+    if (folder / STOPPED).exists():
+        return "stopped"
     return "done" if (folder / DONE).exists() else "running"
 
 
@@ -257,7 +309,8 @@ def open_folder(agent: str, options: Options, more: Sequence[str], env: str) -> 
       ValueError: if another sweep is there.
     """
     name = options.name or f"{agent}_{env.replace('/', '_')}"
-    folder, same = Path(options.directory) / name, ("jobs", "engine", "address")
+    folder = Path(options.directory) / name
+    same = "jobs", "engine", "address", "cpus", "gpus", "tpus"
     kept = dataclasses.asdict(options)
     kept = {key: kept[key] for key in kept if key not in same}
     definition = json.dumps({"agent": agent, "sweep": kept, "runs": list(more)})
@@ -284,51 +337,84 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit code: 0; 1 if an error ended a group; 130 after Ctrl-C.
     """
     agent, options, more = read(sys.argv[1:] if argv is None else argv)
+    parts = map(importlib.util.find_spec, ("ray", "optuna"))
+    if options.engine == "ray" and None in parts:
+        reason = (
+            'engine ray is not installed; `pip install "fps_jax[sweep]"` brings it.'
+        )
+        command_line.refuse(reason, prog=PROG)
     try:
         settings, seeds = options.settings(), sweep_members.seeds(options.seeds)
     except ValueError as error:
         command_line.refuse(error, prog=PROG)
-    groups = sweep_members.groups(agent, settings, seeds, more, largest=options.members)
+    make = functools.partial(
+        sweep_members.groups,
+        agent,
+        seeds=seeds,
+        more=more,
+        largest=options.members,
+        is_apart=options.is_tuned,
+    )
+    groups = make(settings)
     try:
+        if options.is_tuned:
+            sweep_members.check_judged(groups, options)
         folder = open_folder(agent, options, more, groups[0].config.env)
     except ValueError as error:
         command_line.refuse(error, prog=PROG)
-    home = str(folder / "members")
+    home = str((folder / "members").absolute())  # Workers may be elsewhere.
     groups = [
         g._replace(config=dataclasses.replace(g.config, directory=home)) for g in groups
     ]
+    proposals = None
+    if options.search == "optuna":
+        # Of the extremes nothing is kept but the options that all settings have.
+        path, config = folder / "proposals.jsonl", groups[0].config
+        proposals = sweep_members.Proposals(path, make, config)
+        groups = proposals.groups
     code = 0
     try:
-        run(groups, options)
+        run(groups, options, proposals)
     except KeyboardInterrupt:
         code = 130
         print(f"{PROG}: interrupted; the same command goes on.", file=sys.stderr)
-    results.write_csv(folder / "sweep.csv", rows_of(agent, groups))
-    print(report.write(folder))
+    if groups:
+        results.write_csv(folder / "sweep.csv", rows_of(agent, groups))
+        print(report.write(folder))
     has_error = any(
-        (_folder(group, m) / ERROR).exists() for group in groups for m in group.members
+        (folder_of(group, m) / ERROR).exists()
+        for group in groups
+        for m in group.members
     )
     return code or int(has_error)
 
 
-def run(groups: Sequence[Group], options: Options) -> None:
+def run(
+    groups: Sequence[Group],
+    options: Options,
+    proposals: sweep_members.Proposals | None = None,
+) -> None:
     """Trains the groups that are not finished.
 
     Args:
       groups: all of them.
       options: of the sweep.
+      proposals: gets further groups, if Optuna is to propose settings.
     """
     waiting = [group for group in groups if not is_finished(group)]
-    for group in waiting:
-        for member in group.members:
-            (_folder(group, member) / ERROR).unlink(missing_ok=True)
+    for folder in (folder_of(group, m) for group in waiting for m in group.members):
+        (folder / ERROR).unlink(missing_ok=True)
     members = sum(len(group.members) for group in groups)
     print(
         f"{PROG}: {members} members in {len(groups)} programs, "
         f"{len(groups) - len(waiting)} of them finished",
         flush=True,
     )
-    if options.engine == "ray":
+    if options.is_tuned:
+        from experiments import sweep_tune
+
+        sweep_tune.run(groups, options, proposals)
+    elif options.engine == "ray":
         from experiments import sweep_ray
 
         sweep_ray.run(waiting, options)

@@ -20,7 +20,7 @@ import numpy as np
 from experiments import results
 
 RESAMPLES = 2000
-STATUSES = "done", "failed", "running"
+STATUSES = "done", "failed", "stopped", "running"
 BEFORE, AFTER = ("member", "agent", "env", "seed"), ("env_steps", "return", "status")
 
 
@@ -45,7 +45,8 @@ class Run:
     Attributes:
       member: its name.
       seed: as the CSV has it.
-      status: "done", "failed" or "running".
+      status: "done", "failed", "stopped" before its end as others were better, or
+        "running".
       env_steps: of its evaluations, ascending; whatever was evaluated is finite.
       returns: of its evaluations, means over episodes.
       last_env_step: the last that it reached; 0 if it reached no evaluation.
@@ -113,10 +114,15 @@ class Setting:
     def curve(self) -> tuple[np.ndarray, Estimate] | None:
         """Env steps ``[K]`` that all runs have reached, and the IQM at each.
 
-        Of the runs that are done, and while none is, of those that are running.
+        Of the runs that are done, and while none is, of those that are running; of
+        those that were stopped if there are no others.
         """
-        runs = self.that_are("done") or self.that_are("running")
-        runs = [run for run in runs if run.returns.size]
+        evaluated = [run for run in self.runs if run.returns.size]
+        by_status = (
+            [run for run in evaluated if run.status == status]
+            for status in ("done", "running", "stopped")
+        )
+        runs = next(filter(None, by_status), [])
         if not runs:
             return None
         first = max(run.env_steps[0] for run in runs)

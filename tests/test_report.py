@@ -160,7 +160,7 @@ def test_a_failed_member_is_told_with_its_step_and_left_out_of_the_numbers(tmp_p
     ]
     assert "Of setting 1, runs failed" in page
     assert "Without a run that is done: setting 2." in page
-    assert "members: 4 (1 done, 3 failed, 0 running)" in page
+    assert "members: 4 (1 done, 3 failed, 0 stopped, 0 running)" in page
 
 
 def test_a_member_that_was_evaluated_again_after_a_resume_counts_the_later(tmp_path):
@@ -276,7 +276,7 @@ def test_the_page_says_what_was_run_and_what_varied(tmp_path):
         "- `learning_rate`: 0.0001, 0.001, 0.01",
         "- `kl`: 0.01, none",
         "- seeds: 0",
-        "- members: 3 (3 done, 0 failed, 0 running)",
+        "- members: 3 (3 done, 0 failed, 0 stopped, 0 running)",
         "## CartPole-v1\n\nSetting 1 (learning_rate=0.01, kl=0.01) ends highest",
         "## Pong/v5\n\nOne setting, with 1 run, which has no interval: 3.000.",
     ):
@@ -391,7 +391,10 @@ GOOD = "member,agent,env,seed,env_steps,return,return_std,status\n"
         ("", ["sweep.csv has no rows"]),
         (f"# command: x\n{GOOD}", ["sweep.csv has no rows"]),
         ("member,env,seed,return,status\na,b,0,1,done\n", ["lacks agent, env_steps"]),
-        (f"{GOOD}a,ppo,b,0,1,2,3,lost\n", ["row 1", "'lost'", "done, failed, running"]),
+        (
+            f"{GOOD}a,ppo,b,0,1,2,3,lost\n",
+            ["row 1", "'lost'", "done, failed, stopped, running"],
+        ),
         (f"{GOOD}a,ppo,b,0,1,high,3,done\n", ["return 'high' must be a number"]),
         (f"{GOOD}a,ppo,b,0,-1,2,3,done\n", ["env_steps '-1'", "at least 0"]),
         (f"{GOOD}a,ppo,b,0,1,2,3,done\na,ppo\n", ["row 2", "as many fields"]),

@@ -108,6 +108,7 @@ class Population(Loop):
         *,
         make_env: Callable[..., envs.VectorEnv] = envs.make_env,
         on_failure: Callable[[Member, str], None] = lambda member, reason: None,
+        on_evaluation: Callable[[list[dict[str, Any]], bool], None] | None = None,
     ):
         """Builds everything, or goes back to the last update that all have saved.
 
@@ -116,6 +117,8 @@ class Population(Loop):
           config: likewise.
           make_env: likewise.
           on_failure: told of a member that stops, and why.
+          on_evaluation: told the records of the members that live, once an evaluation
+            is in them, and whether it was the last. What it raises ends the run.
 
         Raises:
           ValueError: if an option is impossible; nothing has been written then.
@@ -128,7 +131,7 @@ class Population(Loop):
         root = jnp.stack([jax.random.key(seed) for seed in seeds])
         super().__init__(config, seeds=seeds, root=root, make_env=make_env)
         self.members, self.failures = members, dict[int, str]()
-        self._on_failure = on_failure
+        self._on_failure, self._on_evaluation = on_failure, on_evaluation
         self._folders = _folders(members, config)
         step, metas = self._find_checkpoints()
         self._resumes = max(m["resumes"] for m in metas) + 1 if step is not None else 0
@@ -226,6 +229,9 @@ class Population(Loop):
                 keeper.journal.write(keeper.env_steps, extra)
         if is_due(config.checkpoint_every):
             self.save()
+        if extras and self._living() and self._on_evaluation is not None:
+            records = [self._keepers[p].journal.records[-1] for p in self._living()]
+            self._on_evaluation(records, is_last)
 
     def _evaluate(self, interrupt: Interrupt) -> dict[int, dict[str, float]]:
         """Evaluates all members at once; those that are not finite stop."""

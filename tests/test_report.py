@@ -106,6 +106,17 @@ def test_a_curve_is_the_iqm_at_each_evaluation_of_the_runs_that_are_done(tmp_pat
     assert (iqm.value <= iqm.high).all()
 
 
+def test_runs_that_were_stopped_have_a_curve_and_no_final_return(tmp_path):
+    rows = [
+        *evaluations("a", [1.0, 3.0], status="stopped"),
+        *evaluations("b", [3.0, 7.0], seed=1, status="stopped"),
+    ]
+    task = read(tmp_path, rows).tasks[0]
+    np.testing.assert_allclose(task.settings[0].curve[1].value, [2.0, 5.0])
+    assert task.settings[0].final is None
+    assert "0, 2 stopped" in report.table(task)
+
+
 def test_settings_are_ordered_by_the_iqm_of_their_final_returns(tmp_path):
     finals = {
         0.1: [10.0, 10.0, 10.0, 900.0],  # The largest mean.

@@ -120,10 +120,9 @@ class Options:
         """What the members' options differ in; the extremes if Optuna is to propose."""
         if not self.random:
             return sweep_members.grid(self.grid)
-        among = sweep_members.ranges(self.ranges)
         if self.search == "optuna":
-            return sweep_members.ends(among)
-        return sweep_members.draw(among, self.random, self.search_seed)
+            return sweep_members.ends(self.ranges)
+        return sweep_members.draw(self.ranges, self.random, self.search_seed)
 
 
 def read(argv: Sequence[str]) -> tuple[str, Options, list[str]]:
@@ -339,10 +338,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     agent, options, more = read(sys.argv[1:] if argv is None else argv)
     parts = map(importlib.util.find_spec, ("ray", "optuna"))
     if options.engine == "ray" and None in parts:
-        reason = (
-            'engine ray is not installed; `pip install "fps_jax[sweep]"` brings it.'
-        )
-        command_line.refuse(reason, prog=PROG)
+        needed = 'engine ray: `pip install "fps_jax[sweep]"` brings what it needs.'
+        command_line.refuse(needed, prog=PROG)
     try:
         settings, seeds = options.settings(), sweep_members.seeds(options.seeds)
     except ValueError as error:
@@ -357,8 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     groups = make(settings)
     try:
-        if options.is_tuned:
-            sweep_members.check_judged(groups, options)
+        sweep_members.check_judged(groups, options)
         folder = open_folder(agent, options, more, groups[0].config.env)
     except ValueError as error:
         command_line.refuse(error, prog=PROG)
@@ -381,11 +377,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if groups:
         results.write_csv(folder / "sweep.csv", rows_of(agent, groups))
         print(report.write(folder))
-    has_error = any(
-        (folder_of(group, m) / ERROR).exists()
-        for group in groups
-        for m in group.members
-    )
+    folders = [folder_of(group, m) for group in groups for m in group.members]
+    has_error = any((folder / ERROR).exists() for folder in folders)
     return code or int(has_error)
 
 

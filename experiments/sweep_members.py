@@ -123,40 +123,48 @@ def as_text(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.6g}"
 
 
-def ranges(texts: Sequence[str]) -> list[Range]:
+def read_ranges(ranges: Sequence[str]) -> list[Range]:
     """Reads ranges.
 
     Args:
-      texts: ``name=log:LOW:HIGH``, log-uniform in between; ``name=LOW:HIGH``, uniform;
+      ranges: ``name=log:LOW:HIGH``, log-uniform in between; ``name=LOW:HIGH``, uniform;
         or ``name=a,b,c``, one of these.
 
     Raises:
       ValueError: if one is none of these, or an option stands twice.
     """
-    found = [_range(*_named(text, "ranges")) for text in texts]
+    found = [_range(*_named(text, "ranges")) for text in ranges]
     if len({one.name for one in found}) < len(found):
         raise ValueError("ranges: an option stands twice.")
     return found
 
 
-def draw(among: Sequence[Range], count: int, seed: int) -> list[Setting]:
+def draw(ranges: Sequence[str], count: int, seed: int) -> list[Setting]:
     """Settings drawn at random, each option independently.
 
     Args:
-      among: what each option may be.
+      ranges: see `read_ranges`.
       count: how many settings.
       seed: of the draws.
+
+    Raises:
+      ValueError: if a range cannot be read.
     """
+    among = read_ranges(ranges)
     draws = np.random.default_rng(seed)
     return [{one.name: one.draw(draws) for one in among} for _ in range(count)]
 
 
-def ends(among: Sequence[Range]) -> list[Setting]:
+def ends(ranges: Sequence[str]) -> list[Setting]:
     """Settings in which every end of every range occurs.
 
     Args:
-      among: what each option may be.
+      ranges: see `read_ranges`.
+
+    Raises:
+      ValueError: if a range cannot be read.
     """
+    among = read_ranges(ranges)
     most = max(len(one.ends) for one in among)
     return [{r.name: r.ends[i % len(r.ends)] for r in among} for i in range(most)]
 
@@ -296,7 +304,7 @@ class Proposals:
 
 
 def check_judged(groups: Sequence[Group], options: Any) -> None:
-    """Refuses runs that cannot be judged on their way.
+    """Refuses runs that are to be judged on their way and cannot be.
 
     Args:
       groups: all of them.
@@ -305,7 +313,7 @@ def check_judged(groups: Sequence[Group], options: Any) -> None:
     Raises:
       ValueError: naming the option.
     """
-    for config in (group.config for group in groups):
+    for config in (group.config for group in groups if options.is_tuned):
         length, every = config.total_env_steps, config.eval_every
         if not config.eval_episodes:
             raise ValueError("eval_episodes 0: asha and optuna judge evaluations.")

@@ -172,7 +172,7 @@ def mean(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _search(options: Any, proposals: Proposals) -> OptunaSearch:
     """Optuna, which first has the settings that it proposed before."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    among = sweep_members.ranges(options.ranges)
+    among = sweep_members.read_ranges(options.ranges)
     before = len(proposals.groups)
 
     # A sampler that starts again must not begin with the same draws.

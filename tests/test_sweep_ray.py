@@ -67,7 +67,7 @@ def test_an_error_ends_its_group_alone_and_a_second_start_trains_only_that(tmp_p
     assert "in run_group" in error
     assert "IsADirectoryError" in error
     assert "\x1b" not in error
-    assert statuses(folder) == {"000_s0": "done"}
+    assert statuses(folder) == {"000_s0": "done", "001_s0": "failed"}
 
     obstacle.rmdir()
     finished = folder / "members/000_s0/metrics.jsonl"

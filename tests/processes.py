@@ -40,7 +40,10 @@ def start(*words: object, num_devices: int = 1) -> subprocess.Popen:
       *words: what follows ``python``.
       num_devices: CPU devices that JAX sees.
     """
-    flags = f"--xla_force_host_platform_device_count={num_devices}"
+    flags = (
+        f"--xla_force_host_platform_device_count={num_devices}"
+        " --xla_backend_optimization_level=0"  # As in the tests' own process.
+    )
     settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, *map(str, words)],

@@ -126,7 +126,8 @@ def make_networks(options: DFPSOptions, spec: EnvSpec) -> Networks:
         critics = None
         if options.has_critic:
             keys = jax.random.split(key_critic, options.num_critics)
-            critics = jax.vmap(lambda k: critic.init(k, observation, action))(keys)
+            # Not `vmap`: XLA's batched QR can hang on a CPU of few cores.
+            critics = jax.lax.map(lambda k: critic.init(k, observation, action), keys)
         policy = policy_net.init(key_policy, observation)
         return policy, value_net.init(key_value, observation), critics
 

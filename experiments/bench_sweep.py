@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,13 +125,12 @@ def seconds(case: Case, way: str, folder: Path) -> float:
 WAYS = "sweep", "one after another", "two at a time"
 
 
-def measure(options: Options) -> list[dict[str, Any]]:
-    """Measures every case in every way, in turn.
+def measure(options: Options) -> Iterator[dict[str, Any]]:
+    """Measures every case in every way, in turn; yields a row of each.
 
     Args:
       options: what to measure.
     """
-    rows = []
     for repeat in range(options.repeats):
         for name in options.cases:
             case = options.known()[name]
@@ -139,7 +138,7 @@ def measure(options: Options) -> list[dict[str, Any]]:
                 with tempfile.TemporaryDirectory() as folder:
                     took = seconds(case, way, Path(folder))
                 total = case.seeds * case.env_steps
-                row = {
+                yield {
                     "case": name,
                     "way": way,
                     "repeat": repeat,
@@ -147,9 +146,6 @@ def measure(options: Options) -> list[dict[str, Any]]:
                     "seconds": round(took, 1),
                     "env_steps_per_s": round(total / took),
                 }
-                print(row, flush=True)
-                rows.append(row)
-    return rows
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -160,13 +156,12 @@ def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """
     found = {}
     for case in dict.fromkeys(row["case"] for row in rows):
-        median = {
-            way: np.median(
-                [r["seconds"] for r in rows if (r["case"], r["way"]) == (case, way)]
-            )
-            for way in WAYS
-        }
-        for way in WAYS[1:]:
+        took: dict[str, list[float]] = {}
+        for row in rows:
+            if row["case"] == case:
+                took.setdefault(row["way"], []).append(row["seconds"])
+        median = {way: np.median(times) for way, times in took.items()}
+        for way in [way for way in WAYS[1:] if way in median]:
             found[f"{case}, {way} / sweep"] = round(
                 float(median[way] / median[WAYS[0]]), 2
             )
@@ -181,11 +176,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else argv
     options = command_line.parse(Options, words, prog=PROG)
-    rows = measure(options)
-    path = results.FOLDER / "bench_sweep.csv"
-    found = ratios(rows)
-    results.write_csv(path, rows, cores=os.cpu_count(), ratios=found)
-    print(found)
+    path, rows = results.FOLDER / "bench_sweep.csv", []
+    for row in measure(options):  # Kept at once: the next may take minutes.
+        print(row, flush=True)
+        rows.append(row)
+        results.write_csv(path, rows, cores=os.cpu_count(), ratios=ratios(rows))
+    print(ratios(rows))
     print(path)
     return 0
 

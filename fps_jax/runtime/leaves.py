@@ -99,7 +99,8 @@ def write_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
             checkpointer.save(folder, args=ocp.args.PyTreeSave(tree))
     except ValueError as error:
         # TensorStore reports what the file system refused as a ValueError.
-        code = re.search(r"os_error_code='(\d+)'", str(error))
+        # If several files were refused their reports are quoted, quotes and all.
+        code = re.search(r"os_error_code=\\*'(\d+)", str(error))
         if code is None:
             raise
         raise OSError(int(code[1]), str(error)) from error

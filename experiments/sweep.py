@@ -26,7 +26,7 @@ import importlib.util
 import json
 import math
 import multiprocessing
-import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +38,7 @@ from experiments.sweep_members import Group
 from fps_jax import checks
 from fps_jax.runtime.metrics import read_jsonl
 from fps_jax.runtime.population import FAILURE, Member, Population
+from fps_jax.runtime.runs import write_whole
 
 PROG = "experiments.sweep"
 DONE, STOPPED, ERROR = "done.json", "stopped.json", "error.txt"
@@ -143,7 +144,7 @@ def read(argv: Sequence[str]) -> tuple[str, Options, list[str]]:
         Options, words[1:], prog=f"{PROG} {words[0]}", return_unknown_args=True
     )
     for taken in ("--seed", "--directory", "--resume"):
-        if any(word == taken or word.startswith(f"{taken}=") for word in more):
+        if any(word.partition("=")[0] == taken for word in more):
             command_line.refuse(f"{taken} is the sweep's to say.", prog=PROG)
     return words[0], options, more
 
@@ -165,16 +166,13 @@ def run_group(
     def tell(member: Member, reason: str) -> None:
         print(f"{PROG}: member {member.name} stops: {reason}", file=sys.stderr)
 
-    config = dataclasses.replace(group.config, resume=True)
-    if not is_shown:
-        config = dataclasses.replace(config, show_progress=False)
-    population = Population(
-        group.members, config, on_failure=tell, on_evaluation=on_evaluation
-    )
-    for outcome in population.train():
+    shows = is_shown and group.config.show_progress
+    config = dataclasses.replace(group.config, resume=True, show_progress=shows)
+    watched = {"on_failure": tell, "on_evaluation": on_evaluation}
+    for outcome in Population(group.members, config, **watched).train():
         if outcome.failure is None:
             about = {"env_steps": outcome.history.records[-1]["env_steps"]}
-            (folder_of(group, outcome.member) / DONE).write_text(json.dumps(about))
+            write_whole(folder_of(group, outcome.member) / DONE, json.dumps(about))
 
 
 def folder_of(group: Group, member: Member) -> Path:
@@ -205,8 +203,8 @@ def note_error(group: Group, error: BaseException | str) -> None:
       group: the members.
       error: what ended it, or what is told of it.
     """
-    told = [error] if isinstance(error, str) else traceback.format_exception(error)
-    text = "".join(told)
+    is_told = isinstance(error, str)
+    text = error if is_told else "".join(traceback.format_exception(error))
     names = ", ".join(member.name for member in group.members)
     print(f"{PROG}: members {names} were ended by an error:\n{text}", file=sys.stderr)
     for member in group.members:
@@ -234,12 +232,16 @@ def run_local(groups: Sequence[Group], jobs: int) -> None:
         jobs, mp_context=context, max_tasks_per_child=1
     ) as pool:
         runs = {pool.submit(run_group, g, is_shown=False): g for g in groups}
-        for done in concurrent.futures.as_completed(runs):
-            names = ", ".join(member.name for member in runs[done].members)
-            if (error := done.exception()) is not None:
-                note_error(runs[done], error)
-            else:
-                print(f"{PROG}: finished {names}", flush=True)
+        try:
+            for done in concurrent.futures.as_completed(runs):
+                names = ", ".join(member.name for member in runs[done].members)
+                if (error := done.exception()) is not None:
+                    note_error(runs[done], error)
+                else:
+                    print(f"{PROG}: finished {names}", flush=True)
+        except BaseException:  # Ctrl-C: those that have not begun must not.
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def rows_of(agent: str, groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -310,8 +312,7 @@ def open_folder(agent: str, options: Options, more: Sequence[str], env: str) -> 
     name = options.name or f"{agent}_{env.replace('/', '_')}"
     folder = Path(options.directory) / name
     same = "jobs", "engine", "address", "cpus", "gpus", "tpus"
-    kept = dataclasses.asdict(options)
-    kept = {key: kept[key] for key in kept if key not in same}
+    kept = {k: v for k, v in dataclasses.asdict(options).items() if k not in same}
     definition = json.dumps({"agent": agent, "sweep": kept, "runs": list(more)})
     path = folder / "sweep.json"
     if path.exists() and json.loads(path.read_text()) != json.loads(definition):
@@ -320,9 +321,7 @@ def open_folder(agent: str, options: Options, more: Sequence[str], env: str) -> 
             f"keeps both."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(definition + "\n")
-    os.replace(temporary, path)
+    write_whole(path, definition + "\n")
     return folder
 
 
@@ -333,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the words after the program's name; None reads the process's own.
 
     Returns:
-      The exit code: 0; 1 if an error ended a group; 130 after Ctrl-C.
+      The exit code: 0; 1 after an error; 130 after Ctrl-C, 143 after SIGTERM.
     """
     agent, options, more = read(sys.argv[1:] if argv is None else argv)
     parts = map(importlib.util.find_spec, ("ray", "optuna"))
@@ -371,15 +370,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = 0
     try:
         run(groups, options, proposals)
-    except KeyboardInterrupt:
-        code = 130
+    except (KeyboardInterrupt, SystemExit) as end:
+        if isinstance(end, SystemExit) and end.code == 2:  # An engine refused.
+            raise
+        code = 130 if isinstance(end, KeyboardInterrupt) else 128 + signal.SIGTERM
         print(f"{PROG}: interrupted; the same command goes on.", file=sys.stderr)
     if groups:
         results.write_csv(folder / "sweep.csv", rows_of(agent, groups))
         print(report.write(folder))
     folders = [folder_of(group, m) for group in groups for m in group.members]
-    has_error = any((folder / ERROR).exists() for folder in folders)
-    return code or int(has_error)
+    return code or int(any((folder / ERROR).exists() for folder in folders))
 
 
 def run(

@@ -255,3 +255,34 @@ def test_an_error_ends_its_group_alone_and_is_reported(tmp_path, monkeypatch, ca
     assert "RuntimeError: the second group breaks" in said
     error = folder_of(tmp_path) / "members" / "001_s0" / sweep.ERROR
     assert "RuntimeError: the second group breaks" in error.read_text()
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [(KeyboardInterrupt(), 130), (SystemExit(128 + signal.SIGTERM), 143)],
+)
+def test_a_signal_ends_a_sweep_with_what_there_is(
+    tmp_path, monkeypatch, capsys, end, code
+):
+    class Interrupted:
+        def __init__(self, members, config, **_):
+            pass
+
+        def train(self):
+            raise end
+
+    monkeypatch.setattr(sweep, "Population", Interrupted)
+    assert start(tmp_path, "--seeds", "0:2", "--total-env-steps", "64") == code
+    assert "interrupted; the same command goes on" in capsys.readouterr().err
+    rows = results.read_csv(folder_of(tmp_path) / "sweep.csv")
+    assert [row["status"] for row in rows] == ["running", "running"]
+
+
+def test_what_an_engine_refuses_is_no_interruption(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise SystemExit(2)
+
+    monkeypatch.setattr(sweep, "run", refuse)
+    with pytest.raises(SystemExit) as end:
+        start(tmp_path, "--seeds", "0:2", "--total-env-steps", "64")
+    assert end.value.code == 2

@@ -5,8 +5,7 @@ Stacked, `vmap` runs all members at once and devices split them: the state is
 is called for one member after another, whose batch the devices split. That is for
 numbers of members that the devices do not divide, and for agents that own a replay:
 mapped, a `cond` does what either branch does, such as the sort of a rank-based replay
-at every draw (18 times slower on a CPU, eight members), and large updates gain nothing.
-Acting is stacked either way.
+at every draw. Acting is stacked either way.
 """
 
 import abc
@@ -126,11 +125,12 @@ class Stacked(Layout):
 
     def batch_of(self, trajectories: Sequence[Trajectory]) -> Trajectory:
         """Lays the rows out member by member, ``[D, T, P / D * E]``."""
-        parts = [stacking.split_members(rows, self.members) for rows in trajectories]
-        in_order = [rows for of_member in zip(*parts) for rows in of_member]
-        if len(trajectories) == 1:
-            in_order = trajectories  # They stand in that order.
-        return parallel.shard_environments(in_order, self.mesh.size)
+        if len(trajectories) > 1:  # Those of one actor stand in that order.
+            parts = [
+                stacking.split_members(rows, self.members) for rows in trajectories
+            ]
+            trajectories = [rows for of_member in zip(*parts) for rows in of_member]
+        return parallel.shard_environments(trajectories, self.mesh.size)
 
     def of_members(self, state: AgentState) -> list[AgentState]:
         """Each member's state on the host; see `Layout`."""

@@ -8,7 +8,6 @@ that is no longer finite, or whose environments are not, stops and says why in
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fps_jax.runtime import envs, parallel, stacking
+from fps_jax.runtime import envs, parallel, runs, stacking
 from fps_jax.runtime.checkpoints import open_checkpoints
 from fps_jax.runtime.evaluation import Evaluation
 from fps_jax.runtime.exchange import NonFiniteError, Segment
@@ -260,10 +259,7 @@ class Population(Loop):
         if self._folders[p] is not None:
             steps = keeper.env_steps
             about = {"reason": reason, "update": self.update, "env_steps": steps}
-            path = self._folders[p] / FAILURE
-            temporary = path.with_name(path.name + ".tmp")
-            temporary.write_text(json.dumps(about) + "\n", encoding="utf-8")
-            os.replace(temporary, path)
+            runs.write_whole(self._folders[p] / FAILURE, json.dumps(about) + "\n")
         self._on_failure(self.members[p], reason)
 
     # ----------------------------------------------------------------- what lasts

@@ -94,11 +94,20 @@ def write_config(path: PathLike, config: dict[str, Any]) -> None:
       path: the file.
       config: what `json` can write.
     """
-    path = Path(path)
     text = json.dumps({"config": config, **provenance()}, indent=2)
+    write_whole(Path(path), text + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a text, whole or not at all.
+
+    Args:
+      path: the file.
+      text: what it holds.
+    """
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

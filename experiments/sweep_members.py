@@ -236,7 +236,7 @@ def groups(
     found: dict[Any, Group] = {}
     for number, setting in enumerate(settings, first):
         given = [agent, "--no-tensorboard", *more, *words(setting)]
-        config_of_agent, config = train.read(given)
+        config_of_agent, config = train.read(given, prog="experiments.sweep")
         shared = dataclasses.replace(config, seed=0)
         key = static_part(config_of_agent), repr(shared), number if is_apart else None
         for seed in seeds:

@@ -54,21 +54,22 @@ def options(agent: str, env: str, preset: str) -> Any:
     )
 
 
-def read(argv: Sequence[str]) -> tuple[AgentConfig, TrainConfig]:
+def read(argv: Sequence[str], *, prog: str = PROG) -> tuple[AgentConfig, TrainConfig]:
     """Reads the command line: the agent's name, then its options and the run's.
 
     Args:
       argv: the words after the program's name.
+      prog: the program's name, for what it refuses.
     """
     names = (*AGENTS, *presets.VARIANTS)
     name, rest = (argv[0], argv[1:]) if argv else ("", [])
     if name in ("-h", "--help"):
-        print(f"usage: {PROG} {{{','.join(names)}}} [options]\n")
-        print(f"`{PROG} AGENT --help` lists the options of an agent and of a run.")
+        print(f"usage: {prog} {{{','.join(names)}}} [options]\n")
+        print(f"`{prog} AGENT --help` lists the options of an agent and of a run.")
         raise SystemExit(0)
     if name not in names:
         reason = f"the first word, {name!r}, is not an agent: {sorted(names)}."
-        command_line.refuse(reason, prog=PROG)
+        command_line.refuse(reason, prog=prog)
     # The task and the preset decide the defaults of all other options.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--env", default=TrainConfig.env)
@@ -77,8 +78,8 @@ def read(argv: Sequence[str]) -> tuple[AgentConfig, TrainConfig]:
     try:
         of_agent = options(name, known.env, known.preset)
     except ValueError as error:
-        command_line.refuse(error, prog=PROG)
-    parsed = command_line.parse(of_agent, rest, prog=f"{PROG} {name}")
+        command_line.refuse(error, prog=prog)
+    parsed = command_line.parse(of_agent, rest, prog=f"{prog} {name}")
     return parsed.agent, parsed.run
 
 

@@ -138,6 +138,7 @@ def test_what_a_sweep_cannot_be_is_one_line(words, message, tmp_path, capsys):
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+    assert said.startswith("experiments.sweep")
 
 
 # ------------------------------------------------------------------------ whole sweeps

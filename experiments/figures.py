@@ -54,18 +54,6 @@ def draw_run(directory: Path) -> None:
     figure.savefig(directory / "learning_curve.png", dpi=150)
 
 
-def interquartile_mean(returns: np.ndarray) -> np.ndarray:
-    """The mean over the first axis without a quarter at each end, as rliable has it.
-
-    Args:
-      returns: ``[seeds, ...]``.
-    """
-    # Here, as it takes longer than all else that a run needs to draw its own curve.
-    from scipy.stats import trim_mean
-
-    return trim_mean(returns, 0.25)
-
-
 def draw_curve(
     axes: Axes,
     rows: Sequence[dict[str, str]],
@@ -101,7 +89,7 @@ def draw_curve(
     axes.fill_between(steps / 1e3, low, high, color=colour, alpha=opacity, linewidth=0)
     axes.plot(
         steps / 1e3,
-        interquartile_mean(returns),
+        results.iqm(returns),
         style,
         color=colour,
         linewidth=2,

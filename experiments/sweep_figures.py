@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from experiments import sweep_results
+from experiments import results, sweep_results
 from experiments.figures import BLUE, COLOURS
 from experiments.sweep_results import Estimate, Setting, Task
 
@@ -247,9 +247,7 @@ def _draw_effect(axes: Axes, task: Task, name: str) -> None:
         axes.plot(*zip(*dots), "o", color=BLUE, alpha=0.6, markersize=4, label=A_RUN)
     several = [value for value in values if len(of_values[value]) > 1]
     if len(several) > 1:
-        iqm = [
-            sweep_results.interquartile_mean(np.array(of_values[v])) for v in several
-        ]
+        iqm = [results.iqm(np.array(of_values[v])) for v in several]
         axes.plot(several, iqm, "-D", color="black", markersize=4, label=OF_VALUE)
     if failed:
         axes.plot(

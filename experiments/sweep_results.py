@@ -11,7 +11,7 @@ where a failed run would have ended nobody knows.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ import numpy as np
 
 from experiments import results
 
-RESAMPLES = 2000
 STATUSES = "done", "failed", "stopped", "running"
 BEFORE, AFTER = ("member", "agent", "env", "seed"), ("env_steps", "return", "status")
 
@@ -206,43 +205,6 @@ def as_number(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def interquartile_mean(runs: np.ndarray) -> np.ndarray:
-    """The mean without a quarter of the runs at each end; of fewer than 4, the mean.
-
-    `scipy.stats.trim_mean` says the same and takes longer, which 2000 resamples notice.
-
-    Args:
-      runs: ``[runs, ...]``.
-    """
-    cut = len(runs) // 4
-    return np.sort(runs, axis=0)[cut : len(runs) - cut].mean(axis=0)
-
-
-def interval(
-    scores: np.ndarray | list[np.ndarray], measure: Callable[..., np.ndarray]
-) -> np.ndarray:
-    """The 95 % stratified bootstrap interval of a measure, the same at each call.
-
-    Args:
-      scores: ``[runs, 1, ...]``, or several such, each resampled by itself.
-      measure: of them: ``[K]``.
-
-    Returns:
-      The lower and the upper ends, ``[2, K]``.
-    """
-    from rliable import library  # Slow to import.
-
-    # rliable draws from numpy's global generator, whatever it is given.
-    before = np.random.get_state()  # noqa: NPY002
-    np.random.seed(0)  # noqa: NPY002
-    try:
-        of_runs: dict[str, Any] = {"runs": scores}
-        _, intervals = library.get_interval_estimates(of_runs, measure, reps=RESAMPLES)
-    finally:
-        np.random.set_state(before)  # noqa: NPY002
-    return intervals["runs"]
-
-
 def estimate(runs: np.ndarray) -> Estimate | None:
     """IQM of runs with its interval.
 
@@ -254,11 +216,11 @@ def estimate(runs: np.ndarray) -> Estimate | None:
     """
     if not len(runs):
         return None
-    iqm = interquartile_mean(runs)
+    iqm = results.iqm(runs)
     if len(runs) == 1:
         return Estimate(iqm)
     points = runs.reshape(len(runs), 1, -1)
-    ends = interval(points, lambda scores: interquartile_mean(scores[:, 0]))
+    ends = results.interval(points, lambda scores: results.iqm(scores[:, 0]))
     return Estimate(iqm, *ends.reshape(2, *iqm.shape))
 
 
@@ -273,7 +235,7 @@ def profile(returns: np.ndarray, thresholds: np.ndarray) -> Estimate:
     runs = returns[:, None]
     if len(runs) == 1:
         return Estimate(above(runs))
-    return Estimate(above(runs), *interval(runs, above))
+    return Estimate(above(runs), *results.interval(runs, above))
 
 
 def improvement(returns: np.ndarray, others: np.ndarray) -> Estimate | None:
@@ -292,7 +254,7 @@ def improvement(returns: np.ndarray, others: np.ndarray) -> Estimate | None:
         return None
     pairs = lambda x, y: np.array([(x > y.T).mean() + (x == y.T).mean() / 2])
     runs = [returns[:, None], others[:, None]]
-    return Estimate(pairs(*runs)[0], *interval(runs, pairs)[:, 0])
+    return Estimate(pairs(*runs)[0], *results.interval(runs, pairs)[:, 0])
 
 
 def read(path: Path) -> Sweep:

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import rliable.metrics
 from scripted_env import ScriptedEnv
 
 from experiments import (
@@ -242,11 +243,14 @@ def test_several_seeds_become_a_csv_that_says_how_and_a_figure(
 
 
 @pytest.mark.parametrize("runs", [4, 5, 10])
-def test_the_figure_draws_the_mean_that_the_summary_prints(runs):
+def test_the_summary_prints_what_rliable_measures(runs):
     values = np.random.default_rng(runs).normal(size=runs)
     printed, low, high = results.interquartile_mean(values.tolist())
-    np.testing.assert_allclose(figures.interquartile_mean(values), printed)
+    np.testing.assert_allclose(rliable.metrics.aggregate_iqm(values[:, None]), printed)
     assert low <= printed <= high
+    measure = lambda scores: np.array([rliable.metrics.aggregate_iqm(scores)])
+    ends = results.interval(values[:, None], measure)[:, 0]
+    np.testing.assert_allclose(ends, [low, high])
     again = results.interquartile_mean(values.tolist())
     assert again == (printed, low, high)
 

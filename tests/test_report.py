@@ -15,7 +15,7 @@ STEPS = 1000, 2000, 4000
 
 @pytest.fixture(autouse=True)
 def _few_resamples(monkeypatch):
-    monkeypatch.setattr(sweep_results, "RESAMPLES", 100)
+    monkeypatch.setattr(results, "RESAMPLES", 100)
 
 
 def evaluations(
@@ -62,7 +62,7 @@ def cells(markdown):
 
 
 def test_the_table_has_the_numbers_of_numpy(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep_results, "RESAMPLES", 2000)
+    monkeypatch.setattr(results, "RESAMPLES", 2000)
     finals = [10.0, 200.0, 30.0, 40.0, 65.0]
     curves = np.array([[1.0, 2.0, final] for final in finals])
     rows = [
@@ -88,7 +88,7 @@ def test_the_table_has_the_numbers_of_numpy(tmp_path, monkeypatch):
 def test_the_interquartile_mean_is_that_of_scipy(runs):
     returns = np.random.default_rng(0).normal(size=(runs, 3))
     expected = trim_mean(returns, 0.25)
-    np.testing.assert_allclose(sweep_results.interquartile_mean(returns), expected)
+    np.testing.assert_allclose(results.iqm(returns), expected)
 
 
 def test_a_curve_is_the_iqm_at_each_evaluation_of_the_runs_that_are_done(tmp_path):

@@ -111,6 +111,17 @@ class Loop(abc.ABC):
         """Whether all updates are made."""
         return self.update >= self.num_updates
 
+    def is_due(self, every: int, before: int, now: int) -> bool:
+        """Whether something is due after an update: at the end, and on the way.
+
+        Args:
+          every: env steps from one time to the next; 0 is never on the way.
+          before: env steps before the update.
+          now: env steps after it.
+        """
+        is_last = self.update == self.num_updates
+        return is_last or (every > 0 and now // every > before // every)
+
     def loop(self, interrupt: Interrupt) -> None:
         """Runs to the end, or to a signal, or to the first failure.
 

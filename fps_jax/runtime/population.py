@@ -7,6 +7,7 @@ that is no longer finite, or whose environments are not, stops and says why in
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -212,12 +213,9 @@ class Population(Loop):
 
     def _tell(self, interrupt: Interrupt) -> None:
         """Evaluates, records and saves what is due after an update."""
-        config, is_last = self.config, self.update == self.num_updates
-        steps = self.update * self.steps_of_update()
+        config, steps = self.config, self.update * self.steps_of_update()
         before = steps - self.steps_of_update()
-        is_due = lambda every: (
-            is_last or (every > 0 and steps // every > before // every)
-        )
+        is_due = functools.partial(self.is_due, before=before, now=steps)
         extras: dict[int, dict[str, float]] = {}
         if config.eval_episodes and is_due(config.eval_every) and self._living():
             extras = self._evaluate(interrupt)
@@ -230,7 +228,7 @@ class Population(Loop):
             self.save()
         if extras and self._living() and self._on_evaluation is not None:
             records = [self._keepers[p].journal.records[-1] for p in self._living()]
-            self._on_evaluation(records, is_last)
+            self._on_evaluation(records, self.update == self.num_updates)
 
     def _evaluate(self, interrupt: Interrupt) -> dict[int, dict[str, float]]:
         """Evaluates all members at once; those that are not finite stop."""

@@ -1,6 +1,7 @@
 """Trains any agent: one loop for all of them, which knows none by name."""
 
 import datetime
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -148,10 +149,8 @@ class Run(Loop):
 
     def _tell(self, before: int, interrupt: Interrupt) -> None:
         """Evaluates, records and saves what is due after an update."""
-        config, is_last = self.config, self.update == self.num_updates
-        is_due = lambda every: (
-            is_last or (every > 0 and self.env_steps // every > before // every)
-        )
+        config = self.config
+        is_due = functools.partial(self.is_due, before=before, now=self.env_steps)
         extra: dict[str, float] = {}
         if config.eval_episodes and is_due(config.eval_every):
             extra = self._evaluate(interrupt)

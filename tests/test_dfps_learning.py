@@ -50,24 +50,31 @@ def compiled():
     return agent, jax.jit(agent.actor_params), jax.jit(act), update
 
 
-@pytest.mark.parametrize("nu", [0.0, 1.0], ids=["both gradients", "the critic alone"])
-def test_it_finds_the_best_action(nu):
+def last_actions(nu: float, seed: int) -> list[float]:
+    """What the policy does without noise after each of its last updates."""
     agent, params_of, act, update = compiled()
+    key = lambda k: jax.random.key(10 * seed + k)
     actor = Actor(
-        EndlessEnv(ENVS),
-        act,
-        jax.random.key(1),
-        device=jax.devices()[0],
-        rollout_steps=LENGTH,
+        EndlessEnv(ENVS), act, key(0), device=jax.devices()[0], rollout_steps=LENGTH
     )
-    state = jax.jit(agent.init)(jax.random.key(0))
+    state = jax.jit(agent.init)(key(1))
     hyper = state.learner.hyper._replace(ipg_nu=jnp.float32(nu))
     state = state._replace(learner=state.learner._replace(hyper=hyper))
-    for k in range(60):
-        params = params_of(state.learner, jax.random.fold_in(jax.random.key(2), k))
+    observation, actions = jnp.ones((ENVS, 1)), []
+    for k in range(80):
+        params = params_of(state.learner, jax.random.fold_in(key(2), k))
         segment = actor.rollout(params, rollout=k, version=k)
         state, _ = update(state, segment.trajectory)
-    quiet = agent.actor_params(state.learner, None)
-    observation = jnp.ones((1, 1))
-    action, _ = agent.act(quiet, observation, jax.random.key(0), explore=False)
-    np.testing.assert_allclose(action[0], [0.5], atol=0.1)
+        if k >= 60:
+            quiet = params_of(state.learner, None)
+            action, _ = agent.act(quiet, observation, key(3), explore=False)
+            actions.append(float(action[0, 0]))
+    return actions
+
+
+@pytest.mark.parametrize("nu", [0.0, 1.0], ids=["both gradients", "the critic alone"])
+def test_it_finds_the_best_action(nu):
+    # One start in a dozen dwells elsewhere for some 60 updates: which one does so
+    # differs with the machine's rounding.
+    found = [np.mean(last_actions(nu, seed)) for seed in range(3)]
+    np.testing.assert_allclose(np.median(found), 0.5, atol=0.1)

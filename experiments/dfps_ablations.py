@@ -5,8 +5,8 @@
 with and without equation 13. Without lag, as ``dfps_fast`` is, both are the same.
 
 Every evaluation of an arm on a task goes to
-``experiments/results/dfps_ablations/<arm>_<task>.csv`` once its seeds are done; what
-has a file already is not run again. `experiments.figures` draws them.
+``experiments/results/dfps_ablations/<arm>_<task>.csv`` as soon as a seed is done; seeds
+that are there already are not run again. `experiments.figures` draws them.
 """
 
 import dataclasses

@@ -6,12 +6,13 @@ rank-based replay on three tasks, ten seeds each, with the settings of
 table 3 (Schaul et al., 2016, arXiv:1511.05952). Arms that end in ``_quarter`` have the
 paper's quarter of the step size as well.
 
-Every evaluation goes to ``experiments/results/dqn_replays/<arm>_<task>.csv``; what has
-a file already is not run again. ``experiments/results/dqn_replays.csv`` says of each:
-the interquartile mean of the last evaluations (``final``), that of the mean over all
-evaluations of a run (``run``, the area under the curve), and the paper's measure of
-learning speed (its figure 4): the env steps after which the mean curve is as high as
-uniform's ever is, over those that uniform takes, with a bootstrap interval over seeds.
+Every evaluation goes to ``experiments/results/dqn_replays/<arm>_<task>.csv``; seeds
+that are there already are not run again. ``experiments/results/dqn_replays.csv`` says
+of each: the interquartile mean of the last evaluations (``final``), that of the mean
+over all evaluations of a run (``run``, the area under the curve), and the paper's
+measure of learning speed (its figure 4): the env steps after which the mean curve is as
+high as uniform's ever is, over those that uniform takes, with a bootstrap interval over
+seeds.
 """
 
 import dataclasses

@@ -2,10 +2,10 @@
 
 ``python -m experiments.learning --agent ppo --env CartPole-v1 --seeds 10`` trains each
 seed in a process of its own with the task's preset, evaluates the deterministic policy
-on episodes of its own along the way, and writes every evaluation to
-``experiments/results/<agent>_<env>.csv``. Options that it does not know are those of
-`experiments.train`, for every seed. It prints the interquartile mean of the last
-evaluation with a 95 % stratified bootstrap interval.
+on episodes of its own along the way, and writes every evaluation, as soon as a seed is
+done, to ``experiments/results/<agent>_<env>.csv``. Options that it does not know are
+those of `experiments.train`, for every seed. It prints the interquartile mean of the
+last evaluation with a 95 % stratified bootstrap interval.
 """
 
 import concurrent.futures
@@ -14,7 +14,7 @@ import functools
 import math
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -57,6 +57,11 @@ class Options:
         counts = "seeds", "total_env_steps", "evaluations", "eval_episodes", "jobs"
         checks.in_range(self, 1, math.inf, *counts)
         checks.in_range(self, 0, math.inf, "first_seed")
+
+    @property
+    def all_seeds(self) -> range:
+        """The seeds."""
+        return range(self.first_seed, self.first_seed + self.seeds)
 
     def argv(self, seed: int, more: Sequence[str]) -> list[str]:
         """The words that experiments.train would be given for one seed.
@@ -104,24 +109,24 @@ def run_seed(options: Options, more: Sequence[str], seed: int) -> list[dict[str,
     ]
 
 
-def run_seeds(options: Options, more: Sequence[str]) -> list[dict[str, Any]]:
-    """Trains every seed, each in a process of its own; their evaluations.
+def run_seeds(
+    options: Options, more: Sequence[str], seeds: Sequence[int]
+) -> Iterator[list[dict[str, Any]]]:
+    """Trains seeds, each in a process of its own; yields the evaluations of each.
 
     Args:
       options: of all seeds.
       more: further options of every run, as experiments.train takes them.
+      seeds: which of them.
     """
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(
         options.jobs, mp_context=context, max_tasks_per_child=1
     ) as pool:
-        seeds = range(options.first_seed, options.first_seed + options.seeds)
         runs = pool.map(functools.partial(run_seed, options, more), seeds)
-        rows = []
         for seed, run in zip(seeds, runs, strict=True):
-            rows += run
             print(f"seed {seed}: {run[-1]['return']}", flush=True)
-    return rows
+            yield run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,9 +184,9 @@ class ArmOptions:
 def run_arms(
     prog: str, of_options: type[ArmOptions], argv: Sequence[str] | None
 ) -> Path:
-    """Trains every arm on every task; a CSV each, once its seeds are done.
+    """Trains every arm on every task; a CSV each, which grows with every seed.
 
-    What has a file already is not run again.
+    Seeds that it has already are not run again.
 
     Args:
       prog: the module.
@@ -201,17 +206,17 @@ def run_arms(
     for of_seeds, more in given.values():  # Refuses what no run could be given.
         train.read(of_seeds.argv(0, more))
     folder = results.FOLDER / prog.rpartition(".")[2]
-    for (arm, env), of_arm in given.items():
+    for (arm, env), (of_seeds, more) in given.items():
         path = folder / f"{arm}_{env}.csv"
+        rows: list[dict[str, Any]] = []
         if path.exists():
-            print(f"{env}, {arm}: is there, {path}", flush=True)
-            continue
-        rows = run_seeds(*of_arm)
-        reached = summary(rows)
-        results.write_csv(
-            path, [{"arm": arm, **row} for row in rows], final_iqm=reached
-        )
-        print(f"{env}, {arm}: IQM {reached}; {path}", flush=True)
+            rows += results.read_csv(path)
+        there = {int(row["seed"]) for row in rows}
+        seeds = [seed for seed in of_seeds.all_seeds if seed not in there]
+        for run in run_seeds(of_seeds, more, seeds) if seeds else ():
+            rows += [{"arm": arm, **row} for row in run]
+            results.write_csv(path, rows, final_iqm=summary(rows))
+        print(f"{env}, {arm}: IQM {summary(rows)}; {path}", flush=True)
     return folder
 
 
@@ -237,9 +242,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         Options, words, prog=PROG, return_unknown_args=True
     )
     train.read(options.argv(0, more))  # Refuses what no run could be given.
-    rows = run_seeds(options, more)
     path = results.FOLDER / f"{options.name or options.agent}_{options.env}.csv"
-    results.write_csv(path, rows, final_iqm=summary(rows))
+    rows: list[dict[str, Any]] = []
+    for run in run_seeds(options, more, options.all_seeds):
+        rows += run
+        results.write_csv(path, rows, final_iqm=summary(rows))
     print(f"{options.env}: IQM {summary(rows)}; {path}")
     return 0
 

@@ -8,8 +8,8 @@ gradient steps, so that it is as old in env steps (Hilton et al., 2021,
 arXiv:2110.00641, section 5); what PPO stays close to is four times as old.
 
 Every evaluation of a variant on a task goes to
-``experiments/results/ppo_variants/<variant>_<task>.csv`` once its seeds are done; what
-has a file already is not run again. `experiments.figures` draws them.
+``experiments/results/ppo_variants/<variant>_<task>.csv`` as soon as a seed is done;
+seeds that are there already are not run again. `experiments.figures` draws them.
 """
 
 import dataclasses

@@ -179,11 +179,9 @@ def test_the_variants_become_a_csv_and_a_figure(tmp_path, monkeypatch):
     monkeypatch.setattr(
         learning,
         "run_seeds",
-        lambda options, more: [
-            row
-            for seed in range(options.seeds)
-            for row in learning.run_seed(options, more, seed)
-        ],
+        lambda options, more, seeds: (
+            learning.run_seed(options, more, seed) for seed in seeds
+        ),
     )
     words = "--arms ppo ppo_ewma_x4 --envs CartPole-v1 --seeds 1 --evaluations 2 "
     words += "--total-env-steps 512 --eval-episodes 1"

@@ -104,6 +104,34 @@ def test_what_training_raises_is_no_mistake_of_the_user(monkeypatch, tmp_path):
         ppo_variants.main(["--arms", "ppo"])
 
 
+def test_seeds_that_are_done_outlive_one_that_fails(monkeypatch, tmp_path):
+    asked, fails = [], True
+
+    def train(options, more, seeds):
+        for seed in seeds:
+            if fails and seed == 2:
+                raise RuntimeError("seed 2")
+            asked.append(seed)
+            row = {"env": options.env, "seed": seed, "env_steps": 10, "return": 1.0}
+            yield [row]
+
+    monkeypatch.setattr(learning, "run_seeds", train)
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    words = ["--arms", "ppo", "--envs", "Hopper-v4", "--seeds", "4"]
+    with pytest.raises(RuntimeError, match="seed 2"):
+        ppo_variants.main(words)
+    with pytest.raises(RuntimeError, match="seed 2"):
+        learning.main(["--env", "Hopper-v4", "--seeds", "4"])
+    arm = tmp_path / "ppo_variants" / "ppo_Hopper-v4.csv"
+    for path in arm, tmp_path / "ppo_Hopper-v4.csv":
+        assert [row["seed"] for row in results.read_csv(path)] == ["0", "1"]
+    asked, fails = [], False
+    assert ppo_variants.main(words) == 0
+    assert asked == [2, 3]
+    assert [row["seed"] for row in results.read_csv(arm)] == ["0", "1", "2", "3"]
+    assert "over 4 seeds" in arm.read_text()
+
+
 def test_rates_start_where_learning_has():
     marks = [(10, 1.0), (20, 2.0), (30, 3.0), (50, 4.0)]
     assert turns.rate(marks, after=20)["steps_per_s"] == 20.0

@@ -9,21 +9,23 @@ paper's quarter of the step size as well.
 Every evaluation goes to ``experiments/results/dqn_replays/<arm>_<task>.csv``; seeds
 that are there already are not run again. ``experiments/results/dqn_replays.csv`` says
 of each: the interquartile mean of the last evaluations (``final``), that of the mean
-over all evaluations of a run (``run``, the area under the curve), and the paper's
-measure of learning speed (its figure 4): the env steps after which the mean curve is as
-high as uniform's ever is, over those that uniform takes, with a bootstrap interval over
-seeds.
+over all evaluations of a run (``run``, the area under the curve), how probably a run's
+mean is above that of one with uniform replay (``better``; its rows of all tasks have
+nothing else), and the paper's measure of learning speed (its figure 4): the env steps
+after which the mean curve is as high as uniform's ever is, over those that uniform
+takes. Intervals are of 95 %, over resampled seeds.
 """
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from experiments import learning, results
+from experiments.sweep_results import improvement
 
 PROG = "experiments.dqn_replays"
 BASELINE = "dqn"
@@ -119,37 +121,65 @@ def speed(
 
 
 def summary(folder: Path) -> list[dict[str, Any]]:
-    """What each arm reached on each task, and how soon.
+    """What each arm reached on each task, how soon, and whether it beats uniform.
 
     Args:
       folder: of the arms' CSVs.
     """
     found = [results.read_csv(path) for path in sorted(folder.glob("*.csv"))]
     by_run = {(rows[0]["env"], rows[0]["arm"]): rows for rows in found}
+    returns = {run: curves(rows)[1] for run, rows in by_run.items()}
     told = []
     for (env, arm), rows in sorted(by_run.items()):
-        returns = curves(rows)[1]
+        own, baseline = (env, arm), (env, BASELINE)
+        final, mean = returns[own][:, -1], returns[own].mean(axis=1)
         row = {
             "env": env,
             "arm": arm,
-            "seeds": len(returns),
+            "seeds": len(final),
             "env_steps": rows[-1]["env_steps"],
+            **_with_ends("final_iqm", results.interquartile_mean(list(final)), 1),
+            **_with_ends("run_iqm", results.interquartile_mean(list(mean)), 1),
+            **_with_ends("speed", (None,) * 3),
+            **_with_ends("better", (None,) * 3),
         }
-        for name, of_seeds in (
-            ("final", returns[:, -1]),
-            ("run", returns.mean(axis=1)),
-        ):
-            found = results.interquartile_mean(list(of_seeds))
-            ends = f"{name}_iqm", f"{name}_low", f"{name}_high"
-            row |= dict(zip(ends, (round(x, 1) for x in found), strict=True))
-        names = "speed", "speed_low", "speed_high"
-        if (env, BASELINE) in by_run:
-            ratio = speed(curves(by_run[env, BASELINE]), curves(rows))
-            row |= dict(zip(names, (round(x, 3) for x in ratio), strict=True))
-        else:
-            row |= dict.fromkeys(names)
+        if baseline in by_run:
+            row |= _with_ends("speed", speed(curves(by_run[baseline]), curves(rows)))
+        if baseline in by_run and arm != BASELINE:
+            row |= _better(mean[:, None], returns[baseline].mean(axis=1)[:, None])
         told.append(row)
-    return told
+    return told + _of_all_tasks(returns)
+
+
+def _of_all_tasks(
+    returns: Mapping[tuple[str, str], np.ndarray],
+) -> list[dict[str, Any]]:
+    """Whether an arm beats uniform over all tasks, if those have as many seeds."""
+    envs = sorted({env for env, _ in returns})
+    rows = []
+    for arm in sorted({arm for _, arm in returns} - {BASELINE}):
+        runs = [(env, name) for name in (arm, BASELINE) for env in envs]
+        if not all(run in returns for run in runs):
+            continue
+        means = [returns[run].mean(axis=1) for run in runs]
+        if len({len(mean) for mean in means}) > 1:
+            continue
+        both = np.split(np.stack(means, axis=1), 2, axis=1)
+        rows.append({"env": "all", "arm": arm, "seeds": len(both[0])} | _better(*both))
+    return rows
+
+
+def _better(means: np.ndarray, of_baseline: np.ndarray) -> dict[str, float | None]:
+    return _with_ends("better", improvement(means, of_baseline) or (None,) * 3)
+
+
+def _with_ends(
+    name: str, values: Sequence[float | None], digits: int = 3
+) -> dict[str, float | None]:
+    prefix = name.removesuffix("_iqm")
+    names = name, f"{prefix}_low", f"{prefix}_high"
+    rounded = (None if x is None else round(float(x), digits) for x in values)
+    return dict(zip(names, rounded, strict=True))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

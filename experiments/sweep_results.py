@@ -241,19 +241,21 @@ def profile(returns: np.ndarray, thresholds: np.ndarray) -> Estimate:
 def improvement(returns: np.ndarray, others: np.ndarray) -> Estimate | None:
     """Probability of improvement: that a run is better than another setting's.
 
-    A tie counts half: the Mann-Whitney statistic over the number of pairs.
+    A tie counts half: the Mann-Whitney statistic over the number of pairs. Of several
+    tasks it is the mean over them.
 
     Args:
-      returns: ``[runs]``.
-      others: ``[runs]`` of the other setting, not always as many.
+      returns: ``[runs]`` or ``[runs, tasks]``.
+      others: of the other setting, of the same tasks, not always as many runs.
 
     Returns:
       None unless both have two runs: of one alone nobody knows how much runs differ.
     """
     if min(len(returns), len(others)) < 2:
         return None
-    pairs = lambda x, y: np.array([(x > y.T).mean() + (x == y.T).mean() / 2])
-    runs = [returns[:, None], others[:, None]]
+    sign = lambda x, y: np.sign(x[:, None] - y)
+    pairs = lambda x, y: np.array([(1 + sign(x, y).mean()) / 2])
+    runs = [x.reshape(len(x), -1) for x in (returns, others)]
     return Estimate(pairs(*runs)[0], *results.interval(runs, pairs)[:, 0])
 
 

@@ -67,11 +67,33 @@ def test_arms_become_a_summary(tmp_path):
             for t, r in ((10, 0.0), (20, last))
         ]
         results.write_csv(tmp_path / f"{arm}_A-v1.csv", rows)
-    told = dqn_replays.summary(tmp_path)
-    assert [(r["arm"], r["final_iqm"], r["speed"]) for r in told] == [
-        ("dqn", 5.0, 1.0),
-        ("dqn_proportional", 7.0, 1.0),
+    of_task = dqn_replays.summary(tmp_path)[:2]
+    assert [(r["arm"], r["final_iqm"], r["speed"], r["better"]) for r in of_task] == [
+        ("dqn", 5.0, 1.0, None),
+        ("dqn_proportional", 7.0, 1.0, 1.0),
     ]
+
+
+def test_an_arm_is_better_in_the_mean_over_tasks(tmp_path):
+    # On A every run beats every run of uniform replay; on B three of four pairs are
+    # lost, and one is tied.
+    finals = {("A-v1", "dqn"): (1, 2), ("A-v1", "dqn_proportional"): (3, 4)}
+    finals |= {("B-v1", "dqn"): (5, 6), ("B-v1", "dqn_proportional"): (4, 5)}
+    for (env, arm), runs in finals.items():
+        rows = [
+            {"arm": arm, "env": env, "seed": s, "env_steps": 10, "return": float(r)}
+            for s, r in enumerate(runs)
+        ]
+        results.write_csv(tmp_path / f"{arm}_{env}.csv", rows)
+    rows = {(r["env"], r["arm"]): r for r in dqn_replays.summary(tmp_path)}
+    better = {env: rows[env, "dqn_proportional"]["better"] for env in ("A-v1", "B-v1")}
+    assert better == {"A-v1": 1.0, "B-v1": 0.125}
+    of_all = rows["all", "dqn_proportional"]
+    assert of_all["better"] == pytest.approx((1 + 0.125) / 2, abs=1e-3)
+    assert of_all["better_low"] <= of_all["better"] <= of_all["better_high"]
+    # A task that lacks an arm, or has other seeds, leaves no number for all.
+    (tmp_path / "dqn_B-v1.csv").unlink()
+    assert "all" not in {row["env"] for row in dqn_replays.summary(tmp_path)}
 
 
 @pytest.mark.parametrize(

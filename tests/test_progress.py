@@ -203,3 +203,12 @@ def test_the_table_says_where_every_second_of_every_thread_went():
 def test_a_table_without_a_return_has_a_dash():
     table = summary_table(env_steps=1, wall_s=1.0, episode_return=math.nan, threads={})
     assert "return - |" in rendered(table)
+
+
+def test_the_title_of_a_table_stays_in_one_line():
+    table = summary_table(
+        env_steps=30_481, wall_s=9.4, episode_return=500.0, threads={"learner": {}}
+    )
+    assert rendered(table).startswith(
+        "return 500.0 | 3,243 steps/s | 30,481 steps in 0:09"
+    )

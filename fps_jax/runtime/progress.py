@@ -174,13 +174,12 @@ def summary_table(
       A Rich table, one row a timer and one column a thread: seconds and per cent of
       `wall_s`. What no timer saw is ``other``.
     """
-    table = Table(
-        title=(
-            f"return {_or_dash(episode_return, '.1f')}"
-            f" | {env_steps / wall_s:,.0f} steps/s"
-            f" | {env_steps:,} steps in {_clock(wall_s)}"
-        )
+    title = (
+        f"return {_or_dash(episode_return, '.1f')}"
+        f" | {env_steps / wall_s:,.0f} steps/s"
+        f" | {env_steps:,} steps in {_clock(wall_s)}"
     )
+    table = Table(title=title, min_width=len(title))
     table.add_column("where the time went")
     for thread in threads:
         table.add_column(thread, justify="right")

@@ -31,6 +31,7 @@ FAST = {
     "value_data": "queue",
     "value_target": "precomputed",
     "noise": "none",
+    "average_decay": 0.5,
     "learns_log_std": False,
 }
 REST = {
@@ -138,6 +139,31 @@ def test_targets_follow_at_their_rate():
     jax.tree.map(close, state.learner.target_critics, expected)
     state, _ = updated("literal", policy_target_rate=1.0)
     jax.tree.map(close, state.learner.target_policy, state.learner.policy.params)
+
+
+def test_what_is_evaluated_is_the_average_and_what_acts_the_policy_itself():
+    this, update = compiled("fast")
+    first = this.state.learner
+    second, _ = updated("fast")
+    third, _ = update(second, experience_of(this, 2, 0.3))
+    policies = [x.policy.params for x in (first, second.learner, third.learner)]
+    start = small(**FAST).state.learner.average.value
+    # The newest weighs 1, each before half as much; the parameters at the start too.
+    weights = np.array([1 / 8, 1 / 4, 1 / 2, 1])
+    expected = jax.tree.map(
+        lambda *xs: np.average(np.stack(xs), axis=0, weights=weights), start, *policies
+    )
+    evaluated = this.agent.actor_params(third.learner, None).policy
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(lambda a, b: close(a[0], b), evaluated, expected)
+    acting = this.agent.actor_params(third.learner, jax.random.key(0)).policy
+    jax.tree.map(lambda a, b: same(a[0], b), acting, policies[-1])
+    # Nothing learns from the average.
+    elsewhere = jax.tree.map(lambda x: x + 1.0, first.average)
+    state = this.state._replace(learner=first._replace(average=elsewhere))
+    other, _ = update(state, experience_of(this, 1, 0.3))
+    unaveraged = lambda state: state.learner._replace(average=None, key=None)
+    same(unaveraged(other), unaveraged(second))
 
 
 def test_separate_steps_climb_the_critic():

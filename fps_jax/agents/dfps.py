@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Key, Shaped
 
 from fps_jax.agents import dfps_critic, dfps_dpg, dfps_policy, dfps_value, gradient
 from fps_jax.agents.dfps_networks import Gaussian, make_networks
-from fps_jax.agents.dfps_options import DFPSOptions
+from fps_jax.agents.dfps_options import DFPSOptions, Hyper
 from fps_jax.agents.dfps_replay import make_experience
 from fps_jax.agents.dfps_signals import (
     Segment,
@@ -38,6 +38,7 @@ from fps_jax.models import noise
 from fps_jax.models.normalize import (
     AverageState,
     MomentsState,
+    MovingAverage,
     moving_average,
     normalize,
     running_moments,
@@ -144,6 +145,7 @@ def init_learner(
     policy, value, critics = parts.networks.init(key_params)
     number = lambda x: jnp.asarray(x, jnp.float32)
     learned = lambda params: parts.learned(params, hyper)
+    average = averaging(hyper)
     return DFPSState(
         policy=learned(policy),
         dpg_optimizer=learned(policy).optimizer if dfps_dpg.is_separate(parts) else (),
@@ -151,6 +153,7 @@ def init_learner(
         critics=None if critics is None else learned(critics),
         target_policy=None if critics is None else policy,
         target_critics=critics,
+        average=None if average is None else average.init(policy),
         trust_region=TrustRegion(number(options.kl_coef), number(1.0)),
         noise_scale=number(options.noise_scale),
         slope=number(0.0),
@@ -162,6 +165,15 @@ def init_learner(
     )
 
 
+def averaging(hyper: Hyper) -> MovingAverage | None:
+    """What averages the policy's parameters over updates, if anything does.
+
+    Args:
+      hyper: says how far back.
+    """
+    return None if hyper.average_decay is None else moving_average(hyper.average_decay)
+
+
 def actor_params(
     parts: Parts, learner: DFPSState, key: Key[Array, ""] | None
 ) -> ActorParams:
@@ -170,9 +182,12 @@ def actor_params(
     Args:
       parts: says where there is noise.
       learner: the policy and the scale of its noise.
-      key: of the actor and the version; None asks for the policy without noise.
+      key: of the actor and the version; None asks for the policy that is evaluated,
+        without noise.
     """
     options, params = parts.options, learner.policy.params
+    if key is None and learner.average is not None:
+        params = learner.average.value
     zero = jnp.zeros(())
     plain = jax.tree.map(lambda x: x[None], params)
     words = jax.random.key_data(learner.key)
@@ -328,7 +343,7 @@ def _settle(
     frozen: Frozen,
     key: Key[Array, ""],
 ) -> tuple[DFPSState, Metrics]:
-    """What follows the policy: its target, the trust region, the scale of the noise."""
+    """What follows the policy: target, average, trust region, the noise's scale."""
     options, hyper, networks = parts.options, state.hyper, parts.networks
     metrics: Metrics = {}
     if options.trust_region == "kl_hinge":
@@ -341,6 +356,10 @@ def _settle(
         target = follow.update(average, state.policy.params).value
         slope = state.slope + hyper.nu_rate * (signals.slope - state.slope)
         state = state._replace(target_policy=target, slope=slope)
+    average = averaging(hyper)
+    if average is not None and state.average is not None:
+        averaged = average.update(state.average, state.policy.params)
+        state = state._replace(average=averaged)
     if options.noise == "parameters":
         observation = segment.observation[:-1]
         mean = networks.policy(state.policy.params, observation).mean

@@ -55,6 +55,7 @@ class Hyper(NamedTuple):
     value_learning_rate: Number
     noise_distance: Number
     action_noise: Number
+    average_decay: Number | None
     max_grad_norm: Number
 
 
@@ -143,6 +144,8 @@ class DFPSOptions:
       noise_groups: groups of an actor's environments with noise of their own.
       shares_noise: all actors and groups have the same noise.
       action_noise: deviation of noise on actions, at least 0.
+      average_decay: evaluate a moving average of the policy's parameters over updates,
+        in which each weighs so much of the next, in [0, 1); by default the policy.
       normalize_observations: standardise observations by their running moments.
       scale_returns: divide rewards by the running deviation of returns.
       max_grad_norm: longest gradient, in its global Euclidean norm, above 0.
@@ -228,6 +231,7 @@ class DFPSOptions:
     noise_groups: int = 1
     shares_noise: bool = False
     action_noise: float = 0.1
+    average_decay: float | None = None
     normalize_observations: bool = True
     scale_returns: bool = True
     max_grad_norm: float = 0.5
@@ -290,6 +294,7 @@ def _check_ranges(options: DFPSOptions) -> None:
     check("dpg_decay_steps", "critic_batch_size", "critic_n_step", low=1)
     check("num_critics", "target_samples", "recent_steps", low=1)
     check("value_epochs", "noise_groups", low=1)
+    check("average_decay", high=1, ends="[)")
     check("init_log_std", low=-20, high=2)
     for name in ("hidden_sizes", "critic_hidden_sizes"):
         sizes = getattr(options, name)

@@ -11,7 +11,7 @@ from fps_jax.agents.dfps_networks import Networks
 from fps_jax.agents.dfps_options import DFPSOptions, Hyper
 from fps_jax.agents.dfps_replay import Experience
 from fps_jax.agents.gradient import Learned, gradient_transform, linear_decay
-from fps_jax.models.normalize import MomentsState, normalize
+from fps_jax.models.normalize import AverageState, MomentsState, normalize
 from fps_jax.objectives import sums
 from fps_jax.objectives.trust_region import TrustRegion
 from fps_jax.types import Trajectory
@@ -27,6 +27,8 @@ class DFPSState(NamedTuple):
       critics: theirs; None without a critic.
       target_policy: moving average of the policy's parameters; None without a critic.
       target_critics: of the critics'; None without a critic.
+      average: moving average of the policy's parameters, which is evaluated; None
+        without ``average_decay``.
       trust_region: what steers the divergence.
       noise_scale: of parameter noise.
       slope: moving average of the control variate's slope.
@@ -43,6 +45,7 @@ class DFPSState(NamedTuple):
     critics: Learned | None
     target_policy: Any
     target_critics: Any
+    average: AverageState | None
     trust_region: TrustRegion
     noise_scale: Float[Array, ""]
     slope: Float[Array, ""]

@@ -273,7 +273,7 @@ def draw_learning(paths: Sequence[Path], to: Path) -> None:
 
 def main() -> int:
     """Draws every figure whose results are there."""
-    names = ("ppo", "dfps_fast")
+    names = ("ppo", "dfps_fast_1M")
     for name in names:
         paths = sorted(results.FOLDER.glob(f"{name}_*-v*.csv"))
         paths = [p for p in paths if "_" not in p.stem.removeprefix(f"{name}_")]
